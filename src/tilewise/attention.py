@@ -1,0 +1,97 @@
+"""The front door: check, plan, run."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import numpy as np
+
+from tilewise import config
+from tilewise.plan import Plan, make_plan
+from tilewise.problem import F32Array, Problem, make_problem
+from tilewise.runtime.arena import Arena
+from tilewise.runtime.launch import launch
+from tilewise.runtime.pool import Pool, pool_for
+from tilewise.simd.target import current_target
+
+
+def attention(
+    q: Any, k: Any, v: Any, *, causal: bool = False, window: int | None = None, scale: float | None = None,
+    q_offset: Any = None, sinks: Any = None, return_lse: bool = False, kv_start: Any = None, kv_len: Any = None,
+    k_offset: Any = None, out: Any = None, lse: Any = None, br: int = 0, bc: int = 0, span: int = 0,
+    arena: Arena | None = None, pool: Pool | int | None = None,
+) -> Any:  # fmt: skip
+    """Exact attention, softmax(scale * Q K^T + mask) V, one tile of keys at a time.
+
+    The method is FlashAttention (Dao et al., 2022 and 2023) with the online softmax of Milakov and Gimelshein (2018), in
+    the fixed order of operations of recipe 1: a row's bits depend on its own query, the keys and values that it sees,
+    its position, `bc` and `span`, and on nothing else.
+
+    Parameters
+    ----------
+    q : float32 array [B, H, Tq, D]
+        Query rows; row i of sequence b is at position q_offset[b] + i. Any strides, the last axis contiguous.
+    k : float32 array [B, Hkv, Tk, D]
+        Keys; query head h reads KV head h // (H // Hkv).
+    v : float32 array [B, Hkv, Tk, Dv]
+        Values. D and Dv from 1 to 1024.
+    causal : bool
+        A row at position p sees keys at positions <= p.
+    window : int, optional
+        A row sees its own position and the window - 1 before it. None, 0 or negative: no window.
+    scale : float, optional
+        Factor of the scores, rounded to float32; D ** -0.5 by default.
+    q_offset : int or int array [B], optional
+        Position of the first query row. None means 0, and is refused where positions matter (causal or window) and the
+        number of keys is not Tq or k_offset is not 0.
+    sinks : float32 array [H], optional
+        A logit for each query head that joins the denominator (and lse) without a value.
+    return_lse : bool
+        Also return the log-sum-exp of every row.
+    kv_start, kv_len, k_offset : int or int array [B], optional
+        The keys of sequence b are k[b, :, kv_start : kv_start + kv_len], the first of them at position k_offset. What
+        lies outside is never read. By default all keys, from position 0.
+    out : float32 array [B, H, Tq, Dv], optional
+        Where to write the result; any strides, the last axis contiguous. Must not overlap an input.
+    lse : float32 array [B, H, Tq], optional
+        Where to write the log-sum-exp; any strides. Implies return_lse.
+    br : int
+        Query positions a work item; moves no bit. 0: chosen.
+    bc, span : int
+        Keys a tile (1 to 512) and a span (a multiple of bc), both anchored at position 0; the recipe's two numbers. 0: 64
+        and 1024 (or the largest multiple of bc below).
+    arena : Arena, optional
+        Where scratch comes from (`scratch_bytes` of it); rewound before return. None: private, freed.
+    pool : Pool or int, optional
+        Threads: a Pool, a number, or None for the shared default (TILEWISE_THREADS, else this process's cores).
+
+    Returns
+    -------
+    o : float32 array [B, H, Tq, Dv]; with return_lse, (o, lse) with lse [B, H, Tq], a natural logarithm. A row that sees
+    no key gives o = 0 and lse = -inf, or its sink.
+
+    Raises
+    ------
+    InvalidArgument (a ValueError), ShapeError (a ValueError), ArenaExhausted (a MemoryError), TypeError, TargetError;
+    all before anything is written.
+    """
+    problem = make_problem(
+        q, k, v, causal=causal, window=window, scale=scale, q_offset=q_offset, sinks=sinks, return_lse=return_lse,
+        kv_start=kv_start, kv_len=kv_len, k_offset=k_offset, out=out, lse=lse, br=br, bc=bc, span=span,
+    )  # fmt: skip
+    workers = pool_for(pool)
+    plan = make_plan(problem, current_target(), workers.threads)
+    if arena is not None and not isinstance(arena, Arena):
+        raise TypeError(f"arena must be a tilewise.Arena or None, got {type(arena).__name__}")
+    o, logsumexp = launch(problem, plan, arena, workers)
+    return (o, logsumexp) if problem.return_lse else o
+
+
+def scratch_bytes(
+    q: Any, k: Any, v: Any, *, pool: Pool | int | None = None, arena: Arena | None = None, **arguments: Any
+) -> int:
+    """Exactly what `attention` with the same arguments takes from its arena, in bytes.
+
+    It does not depend on the number of keys: it is a slice of (a few rows and two tiles) for each worker.
+    """
+    return make_plan(make_problem(q, k, v, **arguments), current_target(), pool_for(pool).threads).scratch_bytes

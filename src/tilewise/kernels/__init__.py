@@ -1,0 +1,1 @@
+"""The kernels of exact attention, one page each, in the words of `tilewise.simd`."""

@@ -1,0 +1,85 @@
+"""The micro-kernel: a register tile of accumulators, one outer product a step. Both products of attention are this.
+
+Assumes whole vectors and whole register tiles: tails and masks are the business of pack and softmax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tilewise.simd.builder import LANES, Builder, Int, IntLike, Ptr, Var, Vec
+
+Accumulators = list[list[Var[Vec]]]
+
+
+def outer_products(
+    b: Builder, acc: Accumulators, left: Ptr, left_row: int, right: Ptr, right_step: int, right_column: int,
+    lo: IntLike, hi: IntLike,
+) -> None:  # fmt: skip
+    """acc[r][c] = fma(left[r, k], right[k, c], acc[r][c]) for k = lo, lo + 1, ... < hi: one ascending chain each.
+
+    left[r, k] is a float at left + r * left_row + k; right[k, c] is a vector at right + k * right_step +
+    c * right_column. A step costs len(acc) broadcasts, len(acc[0]) loads and their product of fma.
+    """
+    for k in b.loop(lo, hi):
+        columns = [b.load(right + k * right_step + c * right_column) for c in range(len(acc[0]))]
+        for r, row in enumerate(acc):
+            x = b.broadcast(left + k + r * left_row)
+            for c, column in enumerate(columns):
+                row[c].value = b.fma(x, column, row[c].value)
+
+
+def accumulators(b: Builder, mr: int, nr: int) -> Accumulators:
+    """mr by nr accumulators at +0."""
+    return [[b.var(b.vec(0.0)) for _ in range(nr)] for _ in range(mr)]
+
+
+def widths(count: int, widest: int) -> list[int]:
+    """`count` vectors in as few chunks of at most `widest` as will do, of nearly equal width."""
+    chunks = -(-count // widest)
+    return [count // chunks + (i < count % chunks) for i in range(chunks)]
+
+
+def scores(
+    b: Builder, rows: int, mr: int, nr: int, D: int, queries: Ptr, keys: Ptr, S: Ptr, columns: int, lo: Int, hi: Int
+) -> None:
+    """S[r, 16g : 16g + 16] = Q[r] . K for the groups lo <= g < hi of a tile, for every row of a panel."""
+    query_row = -(-D // LANES) * LANES
+    for r in b.loop(0, rows, mr):
+        for group, width in _steps(b, lo, hi, nr):
+            acc = accumulators(b, mr, width)
+            tile = keys + group * (LANES * D)
+            outer_products(b, acc, queries + r * query_row, query_row, tile, LANES, LANES * D, 0, D)
+            for x in range(mr):
+                for c in range(width):
+                    b.store(S + (r + x) * columns + group * LANES + c * LANES, acc[x][c].value)
+
+
+def weighted_sum(
+    b: Builder, rows: int, mr: int, nr: int, a: Ptr, width: int, alpha: Ptr, P: Ptr, columns: int, values: Ptr,
+    lo: Int, hi: Int,
+) -> None:  # fmt: skip
+    """a[r] = alpha[r] * a[r] + P[r, lo:hi] @ V[lo:hi] for every row of a panel."""
+    for r in b.loop(0, rows, mr):
+        c = 0
+        for n in widths(width // LANES, nr):
+            acc = accumulators(b, mr, n)
+            for x in range(mr):
+                factor = b.broadcast(alpha + r + x)
+                for y in range(n):
+                    acc[x][y].value = factor * b.load(a + (r + x) * width + (c + y * LANES))
+            outer_products(b, acc, P + r * columns, columns, values + c, width, LANES, lo, hi)
+            for x in range(mr):
+                for y in range(n):
+                    b.store(a + (r + x) * width + (c + y * LANES), acc[x][y].value)
+            c += n * LANES
+
+
+def _steps(b: Builder, lo: Int, hi: Int, widest: int) -> Iterator[tuple[Int, int]]:
+    """[lo, hi) at run time in steps of `widest`, then of 1."""
+    whole = lo + (hi - lo) // widest * widest
+    for i in b.loop(lo, whole, widest):
+        yield i, widest
+    if widest > 1:
+        for i in b.loop(whole, hi):
+            yield i, 1

@@ -1,0 +1,154 @@
+"""The online softmax (Milakov and Gimelshein, 2018), extended to the output: recipe 1, steps 4 to 7.
+
+A row's state is (m, l, a): running maximum (of base-2 scores), denominator, output. It is updated by tiles, started
+anew for every span, and merged into the row's total in ascending order of spans. Statistics of 16 rows share a vector.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewise.kernels.tables import Scratch, Shape
+from tilewise.simd.builder import LANES, Builder, Int, IntLike, Mask, Ptr, Vec
+from tilewise.simd.math import LN2, LOG2E, NAN, NEG_INF, exp2, fold, log2
+
+
+def shift(b: Builder, M: Vec) -> Vec:
+    """What scores are reduced by: M, or 0 where M is -inf, so that exp2(-inf - shift) is 0 and not NaN."""
+    return b.where(M.equals(b.vec(NEG_INF)), b.vec(0.0), M)
+
+
+@dataclass(frozen=True)
+class OnlineSoftmax:
+    """The softmax of the rows of one work item. `together` rows share the loop over the groups of a tile."""
+
+    b: Builder
+    shape: Shape
+    scratch: Scratch
+    scale: Vec
+    together: int
+
+    def init(self, m: Ptr, l: Ptr, a: Ptr, rows: Int) -> None:  # noqa: E741
+        """The empty state (-inf, 0, 0)."""
+        b = self.b
+        for r in b.loop(0, rows, LANES):
+            b.store(m + r, b.vec(NEG_INF))
+            b.store(l + r, b.vec(0.0))
+        for i in b.loop(0, rows * self.shape.width, LANES):
+            b.store(a + i, b.vec(0.0))
+
+    def scale_and_max(self, row: Int, t0: Int, lo: Int, hi: Int, masked: bool) -> None:
+        """S to base-2 scores y over groups [lo, hi), -inf where a row does not see; lanes[r] = maxima by lane."""
+        b, scratch, columns = self.b, self.scratch, self.shape.columns
+        for r in b.loop(0, self.shape.panel, self.together):
+            best = [b.var(b.vec(NEG_INF)) for _ in range(self.together)]
+            for group in b.loop(lo, hi):
+                for x in range(self.together):
+                    y = scratch.S + (r + x) * columns + group * LANES
+                    score = b.load(y) * self.scale * b.vec(LOG2E)
+                    if masked:
+                        score = b.where(self.sees(row + r + x, t0, group), score, b.vec(NEG_INF))
+                    b.store(y, score)
+                    best[x].value = b.max(best[x].value, score)
+            for x in range(self.together):
+                b.store(scratch.lanes + (r + x) * LANES, best[x].value)
+
+    def sees(self, row: Int, t0: Int, group: Int) -> Mask:
+        """Which keys of a group a row sees; lanes past Bc belong to the next tile."""
+        lo, hi = (self.b.load_int(ends + row) - t0 for ends in (self.scratch.row_lo, self.scratch.row_hi))
+        return self.b.between(lo - group * LANES, self.b.imin(hi, self.shape.Bc) - group * LANES)
+
+    def weights(self, lo: Int, hi: Int) -> None:
+        """S to weights p = exp2(y - shift) over groups [lo, hi); lanes[r] = their sums by lane, groups ascending."""
+        b, scratch, columns = self.b, self.scratch, self.shape.columns
+        for r in b.loop(0, self.shape.panel, self.together):
+            shifts = [b.broadcast(scratch.shift + r + x) for x in range(self.together)]
+            sums = [b.var(b.vec(0.0)) for _ in range(self.together)]
+            for group in b.loop(lo, hi):
+                for x in range(self.together):
+                    y = scratch.S + (r + x) * columns + group * LANES
+                    p = exp2(b, b.load(y) - shifts[x])
+                    b.store(y, p)
+                    sums[x].value = sums[x].value + p
+            for x in range(self.together):
+                b.store(scratch.lanes + (r + x) * LANES, sums[x].value)
+
+    def fold_lanes(self, operation: str) -> Vec:
+        """Lane r: the fold of lanes[r], for the rows of the panel."""
+        b, panel = self.b, self.shape.panel
+        rows = [b.load(self.scratch.lanes + r * LANES) for r in range(panel)]
+        return fold(b, rows + [b.vec(0.0)] * (LANES - panel), operation)
+
+    def update(self, row: Int, t0: Int, lo: Int, hi: Int) -> None:
+        """Take in the scores of a panel with the tile's groups [lo, hi): m, l and alpha of its rows, and S = P.
+
+        M = max(m, y); alpha = exp2(m - M); p = exp2(y - M); l = fma(l, alpha, sum of p). A row that sees nothing here, or
+        only scores of -inf, keeps its state: its alpha is 1, or multiplies zeros.
+        """
+        b, scratch = self.b, self.scratch
+        start, end = t0 + lo * LANES, t0 + hi * LANES
+        full = (b.load_int(scratch.panel_lo_max + row) <= start) & (end <= b.load_int(scratch.panel_hi_min + row))
+        if self.shape.Bc % LANES:
+            full = full & (hi * LANES <= self.shape.Bc)
+        for _ in b.when(full):
+            self.scale_and_max(row, t0, lo, hi, masked=False)
+        for _ in b.when(~full):
+            self.scale_and_max(row, t0, lo, hi, masked=True)
+        tile_max, m = self.fold_lanes("max"), b.load(scratch.m + row)
+        M = b.max(m, tile_max)
+        alpha = exp2(b, m - shift(b, M))
+        b.store(scratch.shift, shift(b, M))
+        self.weights(lo, hi)
+        t = self.fold_lanes("add")
+        nothing = tile_max.equals(b.vec(NEG_INF)) & t.equals(b.vec(0.0))
+        b.store(scratch.seen, b.where(nothing, b.vec(0.0), b.vec(1.0)))
+        panel = self.shape.panel
+        self._store_rows(scratch.m + row, M, panel)
+        self._store_rows(scratch.alpha + row, alpha, panel)
+        self._store_rows(scratch.l + row, b.fma(b.load(scratch.l + row), alpha, t), panel)
+
+    def _store_rows(self, p: Ptr, x: Vec, count: int) -> None:
+        if count == LANES:
+            self.b.store(p, x)
+        else:
+            self.b.store_part(p, x, count)
+
+    def merge(self, rows: Int) -> None:
+        """Merge the span's (m, l, a) into the total: M = max, l = fma(l, alpha, l' * beta), a likewise.
+
+        With shift() for M this is the identity where either side is empty. Zeros of a' are made +0 first.
+        """
+        b, scratch, width = self.b, self.scratch, self.shape.width
+        for r in b.loop(0, rows, LANES):
+            m, m_span = b.load(scratch.m_total + r), b.load(scratch.m + r)
+            M = b.max(m, m_span)
+            alpha, beta = exp2(b, m - shift(b, M)), exp2(b, m_span - shift(b, M))
+            b.store(scratch.m_total + r, M)
+            b.store(scratch.alpha + r, alpha)
+            b.store(scratch.beta + r, beta)
+            l, l_span = b.load(scratch.l_total + r), b.load(scratch.l + r)  # noqa: E741
+            b.store(scratch.l_total + r, b.fma(l, alpha, l_span * beta))
+        for r in b.loop(0, rows):
+            alpha, beta = b.broadcast(scratch.alpha + r), b.broadcast(scratch.beta + r)
+            for c in b.loop(r * width, r * width + width, LANES):
+                a_span = b.load(scratch.a + c) + b.vec(0.0)
+                b.store(scratch.a_total + c, b.fma(b.load(scratch.a_total + c), alpha, a_span * beta))
+
+    def finalize(self, rows: Int) -> None:
+        """lse = (m + log2 l) ln 2 of every row, a natural logarithm."""
+        b, scratch = self.b, self.scratch
+        for r in b.loop(0, rows, LANES):
+            lse = (b.load(scratch.m_total + r) + log2(b, b.load(scratch.l_total + r))) * b.vec(LN2)
+            b.store(scratch.lse + r, canonical(b, lse))
+
+    def output(self, row: Int, column: IntLike) -> Vec:
+        """o = a / l, 16 columns of a row."""
+        b, scratch = self.b, self.scratch
+        return canonical(
+            b, b.load(scratch.a_total + row * self.shape.width + column) / b.broadcast(scratch.l_total + row)
+        )
+
+
+def canonical(b: Builder, x: Vec) -> Vec:
+    """x with every NaN replaced by one: machines differ in the NaN that they make."""
+    return b.where(x.equals(x), x, b.vec(NAN))

@@ -1,0 +1,117 @@
+"""What a kernel is given: its constants, and the tables of int64 that hold everything else.
+
+One list of fields defines each table; the code that fills a table and the kernel that reads it share the list.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tilewise.simd.builder import F32, I64, LANES, Builder, Element, Int, Ptr
+
+# One row for the call. Strides are in elements, extents (lo, hi) and scratch in bytes.
+CALL = (
+    "sequences", "items", "counter", "batch",  # the descriptors; work items, the next one to claim, claims a run
+    "scratch", "scratch_bytes",  # the first worker's scratch, the bytes of one worker
+    "rows", "group", "left", "right", "span",  # rows a work item; H // Hkv; keys seen before and after a row's own
+    "scale", "sinks", "sinks_lo", "sinks_hi",  # scale is a float32 in its cell; sinks 0: none
+    "q_row", "q_head", "k_row", "k_head", "v_row", "v_head", "o_row", "o_head", "lse_row", "lse_head",
+    "q_lo", "q_hi", "k_lo", "k_hi", "v_lo", "v_hi", "o_lo", "o_hi", "lse_lo", "lse_hi",
+)  # fmt: skip
+# One row a sequence, and a last one whose first_item is the number of work items.
+SEQUENCE = ("q", "k", "v", "o", "lse", "rows", "first_key", "keys", "q_offset", "first_item")
+CALL_INDEX = {name: index for index, name in enumerate(CALL)}
+SEQUENCE_INDEX = {name: index for index, name in enumerate(SEQUENCE)}
+
+NO_KEY = (1 << 62, 0)  # the [lo, hi) of a row without a visible key
+
+Size = TypeVar("Size", int, Int)
+
+
+def up_to(multiple: int, n: Size) -> Size:
+    """n rounded up to a multiple."""
+    return (n + (multiple - 1)) // multiple * multiple
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The constants that a forward kernel is specialised for."""
+
+    D: int
+    Dv: int
+    Bc: int
+    panel: int  # query rows that go through a tile together: 1, 2, 4, 8 or 16
+    mr: int
+    nr: int
+
+    @property
+    def name(self) -> str:
+        return f"forward_f32_d{self.D}x{self.Dv}_bc{self.Bc}_p{self.panel}_{self.mr}x{self.nr}"
+
+    @property
+    def width(self) -> int:
+        """Dv in whole vectors."""
+        return up_to(LANES, self.Dv)
+
+    @property
+    def columns(self) -> int:
+        """Bc in whole vectors."""
+        return up_to(LANES, self.Bc)
+
+    def scratch_fields(self) -> list[tuple[str, int, int, Element]]:
+        """The scratch of one worker: (name, elements, further elements a row, element).
+
+        Rows are counted in whole vectors, so every field begins on a cache line.
+        """
+        return [
+            ("keys", self.D * self.columns, 0, F32),  # packed: [group of 16 keys][D][16]
+            ("values", self.columns * self.width, 0, F32),  # packed: [key][Dv]
+            ("S", LANES * self.columns, 0, F32),  # scores, then weights, of one panel
+            ("lanes", LANES * LANES, 0, F32),  # a vector a row, to be folded
+            ("shift", LANES, 0, F32),  # M of each row of the panel, 0 where M is -inf
+            ("seen", LANES, 0, F32),  # 0 where all that a row sees of this tile is -inf
+            ("queries", 0, up_to(LANES, self.D), F32),
+            ("m", 0, 1, F32), ("l", 0, 1, F32), ("a", 0, self.width, F32),  # of this span
+            ("m_total", 0, 1, F32), ("l_total", 0, 1, F32), ("a_total", 0, self.width, F32),
+            ("alpha", 0, 1, F32), ("beta", 0, 1, F32), ("lse", 0, 1, F32),
+            ("row_lo", 0, 1, I64), ("row_hi", 0, 1, I64),
+            ("panel_lo", 0, 1, I64), ("panel_lo_max", 0, 1, I64), ("panel_hi_min", 0, 1, I64), ("panel_hi", 0, 1, I64),
+        ]  # fmt: skip
+
+    def scratch_bytes(self, rows: int) -> int:
+        """Bytes of scratch that one worker needs for work items of that many rows."""
+        rows = up_to(LANES, rows)
+        return sum((fixed + rows * each) * element.size for _, fixed, each, element in self.scratch_fields())
+
+
+class Row:
+    """A row of a table in the kernel's hands: fields by name, read once and kept."""
+
+    def __init__(self, b: Builder, address: Int, fields: tuple[str, ...]) -> None:
+        self.b, self.address = b, address
+        self._end = address + 8 * len(fields)
+        self._index = {name: index for index, name in enumerate(fields)}
+        self._values = {name: b.load_int(self.cell(name)) for name in fields}
+
+    def __getitem__(self, name: str) -> Int:
+        return self._values[name]
+
+    def cell(self, name: str, element: Element = I64) -> Ptr:
+        """Where a field lies, for one that is changed or is not an integer."""
+        return self.b.pointer(self.address + 8 * self._index[name], self.address, self._end, element)
+
+
+class Scratch:
+    """One worker's scratch: a pointer a field, each with its own extent."""
+
+    def __init__(self, b: Builder, shape: Shape, address: Int, rows: Int) -> None:
+        self._fields: dict[str, Ptr] = {}
+        rows = up_to(LANES, rows)
+        for name, fixed, each, element in shape.scratch_fields():
+            end = address + (rows * each + fixed) * element.size
+            self._fields[name] = b.pointer(address, address, end, element)
+            address = end
+
+    def __getattr__(self, name: str) -> Ptr:
+        return self._fields[name]

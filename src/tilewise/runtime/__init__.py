@@ -1,0 +1,1 @@
+"""What a call runs on: scratch memory (`arena`) and worker threads (`pool`). Neither knows anything of attention."""

@@ -1,0 +1,1 @@
+"""The kernel language: Python that writes SIMD kernels. It knows nothing of attention."""

@@ -1,0 +1,380 @@
+"""The kernel language: its values, its words and its control flow.
+
+A kernel is a Python function over a `Builder`. Three builders give the same text three lives: `lower` writes LLVM IR,
+`interp` executes it word by word in NumPy, `text` prints it as pseudo-code.
+
+Every vector has 16 float32 lanes on every machine, so lane structure is part of a kernel's meaning and register
+width is not. No word may be reordered or contracted: `fma` is one rounding, `a * b + c` is two.
+
+`range` unrolls while the kernel is written; `for j in b.loop(lo, hi)` runs when the kernel runs. Likewise `if` folds
+and `for _ in b.when(condition)` branches.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+LANES = 16
+
+
+class Element(NamedTuple):
+    """What a pointer points at."""
+
+    name: str
+    size: int  # bytes
+
+
+F32 = Element("f32", 4)
+I64 = Element("i64", 8)
+
+# Every word: what it takes and gives. i = i64, v = 16 x f32, n = 16 x i32, m = 16 x bool, b = bool, p = pointer.
+# Static operands (lane indices, constants) are not listed. A builder implements each word or is incomplete.
+WORDS: dict[str, str] = {
+    # scalars of 64 bits; idiv and irem are of non-negative numbers
+    "iadd": "ii>i", "isub": "ii>i", "imul": "ii>i", "idiv": "ii>i", "irem": "ii>i", "imin": "ii>i", "imax": "ii>i",
+    "ilt": "ii>b", "ile": "ii>b", "ieq": "ii>b", "both": "bb>b", "either": "bb>b", "negate": "b>b", "choose": "bii>i",
+    # 16 float32 lanes; max(a, b) is a > b ? a : b in every lane, so it gives b where either is NaN
+    "add": "vv>v", "sub": "vv>v", "mul": "vv>v", "div": "vv>v", "fma": "vvv>v", "max": "vv>v",
+    "lt": "vv>m", "le": "vv>m", "eq": "vv>m", "where": "mvv>v", "shuffle": "vv>v",
+    # 16 int32 lanes, for the bits of floats
+    "bits": "v>n", "floats": "n>v", "to_float": "n>v", "nadd": "nn>n", "nsub": "nn>n", "nand": "nn>n",
+    "shl": "n>n", "shr": "n>n",
+    # masks
+    "between": "ii>m", "mand": "mm>m", "mor": "mm>m", "any": "m>b",
+    # memory
+    "load": "p>v", "load_part": "pi>v", "broadcast": "p>v", "load_int": "p>i", "prefetch": "p>",
+    "store": "pv>", "store_part": "pvi>", "store_lane": "pv>", "store_int": "pi>", "fetch_add": "pi>i",
+}  # fmt: skip
+
+
+class Value:
+    """A value of a kernel: `raw` is what its builder makes of it (an IR value, an array, a name)."""
+
+    __slots__ = ("b", "raw")
+
+    def __init__(self, b: Builder, raw: Any) -> None:
+        self.b = b
+        self.raw = raw
+
+
+class Bool(Value):
+    """A truth value of the control flow."""
+
+    def __and__(self, other: Bool) -> Bool:
+        return Bool(self.b, self.b.word("both", self.raw, other.raw))
+
+    def __or__(self, other: Bool) -> Bool:
+        return Bool(self.b, self.b.word("either", self.raw, other.raw))
+
+    def __invert__(self) -> Bool:
+        return Bool(self.b, self.b.word("negate", self.raw))
+
+    def __bool__(self) -> bool:
+        raise TypeError("a Bool has no value while the kernel is written: branch with `for _ in b.when(condition)`")
+
+
+class Int(Value):
+    """A signed 64-bit integer: positions, lengths, strides, addresses."""
+
+    def _arith(self, word: str, x: IntLike, y: IntLike) -> Int:
+        return Int(self.b, self.b.word(word, self.b.integer(x).raw, self.b.integer(y).raw))
+
+    def _compare(self, word: str, x: IntLike, y: IntLike) -> Bool:
+        return Bool(self.b, self.b.word(word, self.b.integer(x).raw, self.b.integer(y).raw))
+
+    def __add__(self, other: IntLike) -> Int:
+        return self if isinstance(other, int) and other == 0 else self._arith("iadd", self, other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: IntLike) -> Int:
+        return self._arith("isub", self, other)
+
+    def __rsub__(self, other: IntLike) -> Int:
+        return self._arith("isub", other, self)
+
+    def __mul__(self, other: IntLike) -> Int:
+        return self if isinstance(other, int) and other == 1 else self._arith("imul", self, other)
+
+    __rmul__ = __mul__
+
+    def __floordiv__(self, other: IntLike) -> Int:
+        return self._arith("idiv", self, other)
+
+    def __mod__(self, other: IntLike) -> Int:
+        return self._arith("irem", self, other)
+
+    def __lt__(self, other: IntLike) -> Bool:
+        return self._compare("ilt", self, other)
+
+    def __le__(self, other: IntLike) -> Bool:
+        return self._compare("ile", self, other)
+
+    def __gt__(self, other: IntLike) -> Bool:
+        return self._compare("ilt", other, self)
+
+    def __ge__(self, other: IntLike) -> Bool:
+        return self._compare("ile", other, self)
+
+    def equals(self, other: IntLike) -> Bool:
+        """self == other, as a Bool of the kernel (`==` keeps Python's meaning)."""
+        return self._compare("ieq", self, other)
+
+
+IntLike = Int | int
+
+
+class IVec(Value):
+    """16 int32 lanes: the bits of floats."""
+
+    def __add__(self, other: IVec) -> IVec:
+        return IVec(self.b, self.b.word("nadd", self.raw, other.raw))
+
+    def __sub__(self, other: IVec) -> IVec:
+        return IVec(self.b, self.b.word("nsub", self.raw, other.raw))
+
+    def __and__(self, other: IVec) -> IVec:
+        return IVec(self.b, self.b.word("nand", self.raw, other.raw))
+
+    def __lshift__(self, count: int) -> IVec:
+        return IVec(self.b, self.b.word("shl", self.raw, count=count))
+
+    def __rshift__(self, count: int) -> IVec:
+        """Shift right, zeros coming in."""
+        return IVec(self.b, self.b.word("shr", self.raw, count=count))
+
+
+class Mask(Value):
+    """16 truth values, one a lane."""
+
+    def __and__(self, other: Mask) -> Mask:
+        return Mask(self.b, self.b.word("mand", self.raw, other.raw))
+
+    def __or__(self, other: Mask) -> Mask:
+        return Mask(self.b, self.b.word("mor", self.raw, other.raw))
+
+
+class Vec(Value):
+    """16 float32 lanes."""
+
+    def __add__(self, other: Vec) -> Vec:
+        return Vec(self.b, self.b.word("add", self.raw, other.raw))
+
+    def __sub__(self, other: Vec) -> Vec:
+        return Vec(self.b, self.b.word("sub", self.raw, other.raw))
+
+    def __mul__(self, other: Vec) -> Vec:
+        return Vec(self.b, self.b.word("mul", self.raw, other.raw))
+
+    def __truediv__(self, other: Vec) -> Vec:
+        return Vec(self.b, self.b.word("div", self.raw, other.raw))
+
+    def __lt__(self, other: Vec) -> Mask:
+        return Mask(self.b, self.b.word("lt", self.raw, other.raw))
+
+    def __le__(self, other: Vec) -> Mask:
+        return Mask(self.b, self.b.word("le", self.raw, other.raw))
+
+    def equals(self, other: Vec) -> Mask:
+        """self == other in each lane; false where either is NaN."""
+        return Mask(self.b, self.b.word("eq", self.raw, other.raw))
+
+
+class Ptr:
+    """An address of an element, with the extent [lo, hi) (addresses in bytes) that it may reach.
+
+    `p + n` moves by n elements and keeps the extent, so a check knows which array an access was meant for.
+    """
+
+    __slots__ = ("b", "element", "hi", "lo", "raw")
+
+    def __init__(self, b: Builder, raw: Any, lo: Any, hi: Any, element: Element) -> None:
+        self.b, self.raw, self.lo, self.hi, self.element = b, raw, lo, hi, element
+
+    def __add__(self, count: IntLike) -> Ptr:
+        if isinstance(count, int) and count == 0:
+            return self
+        raw = self.b.advance(self.raw, self.b.integer(count).raw, self.element)
+        return Ptr(self.b, raw, self.lo, self.hi, self.element)
+
+
+V = TypeVar("V", bound=Value)
+
+
+class Var(Generic[V]):
+    """A mutable slot; LLVM promotes it to a register."""
+
+    __slots__ = ("_kind", "_slot", "b")
+
+    def __init__(self, b: Builder, initial: V) -> None:
+        self.b = b
+        self._kind = type(initial)
+        self._slot = b.new_slot(initial)
+
+    @property
+    def value(self) -> V:
+        return self._kind(self.b, self.b.read_slot(self._slot))
+
+    @value.setter
+    def value(self, new: V) -> None:
+        self.b.write_slot(self._slot, new.raw)
+
+
+class Builder(ABC):
+    """Writes (or runs) one kernel. The abstract part is what differs between the three lives of a kernel."""
+
+    @abstractmethod
+    def word(self, word: str, *operands: Any, **static: Any) -> Any:
+        """Apply a word of WORDS to raw operands."""
+
+    @abstractmethod
+    def constant(self, kind: str, x: float) -> Any:
+        """The raw constant x of a kind: i, v or n."""
+
+    @abstractmethod
+    def advance(self, pointer: Any, count: Any, element: Element) -> Any:
+        """The raw pointer `count` elements further."""
+
+    @abstractmethod
+    def address_to_pointer(self, address: Any) -> Any:
+        """An address held in an Int, as a raw pointer."""
+
+    @abstractmethod
+    def new_slot(self, initial: Value) -> Any: ...
+
+    @abstractmethod
+    def read_slot(self, slot: Any) -> Any: ...
+
+    @abstractmethod
+    def write_slot(self, slot: Any, raw: Any) -> None: ...
+
+    @abstractmethod
+    def loop(self, lo: IntLike, hi: IntLike, step: IntLike = 1) -> Iterator[Int]:
+        """`for j in b.loop(lo, hi, step)`: a loop of the kernel, for j = lo, lo + step, ... < hi; step > 0."""
+
+    @abstractmethod
+    def when(self, condition: Bool) -> Iterator[None]:
+        """`for _ in b.when(condition)`: the body runs once if the condition holds."""
+
+    @abstractmethod
+    def repeat(self, condition: Callable[[], Bool]) -> Iterator[None]:
+        """`for _ in b.repeat(lambda: ...)`: the body runs as long as the condition, computed anew, holds."""
+
+    # ---- constants and slots
+    def integer(self, x: IntLike) -> Int:
+        return x if isinstance(x, Int) else Int(self, self.constant("i", x))
+
+    def vec(self, x: float) -> Vec:
+        """x, rounded to float32, in every lane."""
+        return Vec(self, self.constant("v", x))
+
+    def ivec(self, x: int) -> IVec:
+        return IVec(self, self.constant("n", x))
+
+    def var(self, initial: V) -> Var[V]:
+        return Var(self, initial)
+
+    # ---- scalars
+    def imin(self, x: IntLike, y: IntLike) -> Int:
+        return Int(self, self.word("imin", self.integer(x).raw, self.integer(y).raw))
+
+    def imax(self, x: IntLike, y: IntLike) -> Int:
+        return Int(self, self.word("imax", self.integer(x).raw, self.integer(y).raw))
+
+    def choose(self, condition: Bool, x: IntLike, y: IntLike) -> Int:
+        """x if the condition holds, else y; both are computed."""
+        return Int(self, self.word("choose", condition.raw, self.integer(x).raw, self.integer(y).raw))
+
+    # ---- vectors
+    def fma(self, x: Vec, y: Vec, z: Vec) -> Vec:
+        """x * y + z with one rounding."""
+        return Vec(self, self.word("fma", x.raw, y.raw, z.raw))
+
+    def max(self, x: Vec, y: Vec) -> Vec:
+        """x > y ? x : y in each lane: y where either is NaN."""
+        return Vec(self, self.word("max", x.raw, y.raw))
+
+    def where(self, mask: Mask, x: Vec, y: Vec) -> Vec:
+        return Vec(self, self.word("where", mask.raw, x.raw, y.raw))
+
+    def shuffle(self, x: Vec, y: Vec, lanes: Sequence[int]) -> Vec:
+        """Lane i of the result is lane lanes[i] of x, or lane lanes[i] - 16 of y."""
+        return Vec(self, self.word("shuffle", x.raw, y.raw, lanes=tuple(lanes)))
+
+    def bits(self, x: Vec) -> IVec:
+        return IVec(self, self.word("bits", x.raw))
+
+    def floats(self, x: IVec) -> Vec:
+        return Vec(self, self.word("floats", x.raw))
+
+    def to_float(self, x: IVec) -> Vec:
+        """The integers as floats, rounded to nearest even."""
+        return Vec(self, self.word("to_float", x.raw))
+
+    def between(self, lo: IntLike, hi: IntLike) -> Mask:
+        """Lane x holds lo <= x < hi; any 64-bit lo and hi."""
+        return Mask(self, self.word("between", self.integer(lo).raw, self.integer(hi).raw))
+
+    def any(self, mask: Mask) -> Bool:
+        return Bool(self, self.word("any", mask.raw))
+
+    # ---- memory
+    def pointer(self, address: IntLike, lo: IntLike, hi: IntLike, element: Element = F32) -> Ptr:
+        """The element at an address, within the extent [lo, hi) in bytes."""
+        raw = self.address_to_pointer(self.integer(address).raw)
+        return Ptr(self, raw, self.integer(lo).raw, self.integer(hi).raw, element)
+
+    def load(self, p: Ptr) -> Vec:
+        return Vec(self, self.word("load", p))
+
+    def load_part(self, p: Ptr, count: IntLike) -> Vec:
+        """The first `count` lanes from memory, zeros in the rest; nothing past them is read."""
+        return Vec(self, self.word("load_part", p, self.integer(count).raw))
+
+    def broadcast(self, p: Ptr) -> Vec:
+        """One float32 in every lane."""
+        return Vec(self, self.word("broadcast", p))
+
+    def load_int(self, p: Ptr) -> Int:
+        return Int(self, self.word("load_int", p))
+
+    def prefetch(self, p: Ptr, locality: int = 3) -> None:
+        """Ask for a line that will be read soon; 3 into L1, 2 into L2. Any address is allowed."""
+        self.word("prefetch", p, locality=locality)
+
+    def store(self, p: Ptr, x: Vec) -> None:
+        self.word("store", p, x.raw)
+
+    def store_part(self, p: Ptr, x: Vec, count: IntLike) -> None:
+        """Store the first `count` lanes; nothing past them is written."""
+        self.word("store_part", p, x.raw, self.integer(count).raw)
+
+    def store_lane(self, p: Ptr, x: Vec, lane: int) -> None:
+        self.word("store_lane", p, x.raw, lane=lane)
+
+    def store_int(self, p: Ptr, x: IntLike) -> None:
+        self.word("store_int", p, self.integer(x).raw)
+
+    def fetch_add(self, p: Ptr, x: IntLike) -> Int:
+        """Add x to the integer at p atomically; the value before."""
+        return Int(self, self.word("fetch_add", p, self.integer(x).raw))
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel: `body(b, table, worker)` over the address of a table of int64 and the number of the worker.
+
+    The name states the constants that the body was specialised for; it is the kernel's name in caches, dumps,
+    profilers and tests.
+    """
+
+    name: str
+    body: Callable[[Builder, Int, Int], None]
+
+    def __str__(self) -> str:
+        from tilewise.simd.text import pseudo_code
+
+        return pseudo_code(self)

@@ -1,0 +1,173 @@
+"""Kernels to native code: LLVM passes, the disk cache, dumps.
+
+The cache holds object files under the hash of (IR text, target, LLVM version). They are code, so one is loaded only
+from a folder that this user owns and nobody else can write to, and only when its own checksum holds. Whatever goes
+wrong with the cache, the kernel is compiled anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import stat
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import llvmlite.binding as llvm
+
+from tilewise import config
+from tilewise.simd.builder import Kernel
+from tilewise.simd.interp import interpret
+from tilewise.simd.lower import llvm_ir
+from tilewise.simd.target import Target, current_target
+
+Entry = Callable[[int, int], int]
+_SIGNATURE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+_DIGEST_SIZE = 32
+_lock = threading.Lock()
+_entries: dict[tuple[str, str, bool], Entry] = {}
+_engines: list[llvm.ExecutionEngine] = []  # the owners of the loaded code
+
+
+def _initialize() -> None:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+
+
+def _machine(target: Target) -> llvm.TargetMachine:
+    if target.triple != llvm.get_process_triple():
+        llvm.initialize_all_targets()
+        llvm.initialize_all_asmprinters()
+    return llvm.Target.from_triple(target.triple).create_target_machine(cpu=target.cpu, opt=3, reloc="pic", jit=True)
+
+
+def _optimized(text: str, machine: llvm.TargetMachine) -> llvm.ModuleRef:
+    module = llvm.parse_assembly(text)
+    module.verify()
+    options = llvm.create_pipeline_tuning_options(speed_level=2)
+    # kernels are unrolled and vectorised by hand
+    options.loop_unrolling = options.loop_vectorization = options.slp_vectorization = False
+    builder = llvm.create_pass_builder(machine, options)
+    builder.getModulePassManager().run(module, builder)
+    return module
+
+
+def compile_object(text: str, target: Target) -> bytes:
+    """IR text to an object file."""
+    _initialize()
+    machine = _machine(target)
+    return bytes(machine.emit_object(_optimized(text, machine)))
+
+
+def assembly(text: str, target: Target) -> str:
+    """IR text to assembly, to read."""
+    _initialize()
+    machine = _machine(target)
+    return str(machine.emit_assembly(_optimized(text, machine)))
+
+
+def cache_folder() -> Path | None:
+    """Where compiled kernels are kept; None where they are not."""
+    chosen = config.current().cache
+    if chosen == "off":
+        return None
+    if chosen:
+        return Path(chosen)
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", tempfile.gettempdir())) / "tilewise"
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(home) / "tilewise"
+
+
+def _trusted(path: Path) -> bool:
+    """Owned by this user, and writable by nobody else."""
+    if not hasattr(os, "getuid"):
+        return True
+    info = path.stat()
+    return info.st_uid == os.getuid() and not info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _read_cached(path: Path) -> bytes | None:
+    with contextlib.suppress(OSError):
+        if _trusted(path.parent) and _trusted(path):
+            data = path.read_bytes()
+            digest, code = data[:_DIGEST_SIZE], data[_DIGEST_SIZE:]
+            if hashlib.sha256(code).digest() == digest:
+                return code
+    return None
+
+
+def _write_cached(path: Path, code: bytes) -> None:
+    with contextlib.suppress(OSError):  # a full disk or a read-only home costs time, not correctness
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _trusted(path.parent):
+            return
+        handle, name = tempfile.mkstemp(dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(hashlib.sha256(code).digest() + code)
+            os.replace(name, path)
+        except OSError:
+            os.unlink(name)
+
+
+def cache_key(text: str, target: Target) -> str:
+    """What a compiled kernel depends on: its IR text, the target and the LLVM that compiles it."""
+    facts = (text, target.name, target.triple, target.cpu, repr(llvm.llvm_version_info))
+    return hashlib.sha256("\0".join(facts).encode()).hexdigest()
+
+
+def _object_of(text: str, target: Target) -> bytes:
+    folder = cache_folder()
+    if folder is None:
+        return compile_object(text, target)
+    path = folder / f"{cache_key(text, target)}.o"
+    code = _read_cached(path)
+    if code is None:
+        code = compile_object(text, target)
+        _write_cached(path, code)
+    return code
+
+
+def _load(code: bytes, name: str, target: Target) -> Entry:
+    _initialize()
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine(target))
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    _engines.append(engine)
+    return _SIGNATURE(engine.get_function_address(name))
+
+
+def _dump(folder: str, kernel: Kernel, target: Target, text: str) -> None:
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / f"{kernel.name}.{target.name}.ll").write_text(text)
+    (path / f"{kernel.name}.{target.name}.s").write_text(assembly(text, target))
+
+
+def native(kernel: Kernel, target: Target, checked: bool = False) -> Entry:
+    """The kernel compiled for a target of this machine (once a process), as a function of (table, worker)."""
+    key = (kernel.name, target.name, checked)
+    entry = _entries.get(key)
+    if entry is None:
+        with _lock:
+            entry = _entries.get(key)
+            if entry is None:
+                text = llvm_ir(kernel, target, checked)
+                if dump := config.current().dump:
+                    _dump(str(dump), kernel, target, text)
+                entry = _entries[key] = _load(_object_of(text, target), kernel.name, target)
+    return entry
+
+
+def executable(kernel: Kernel) -> Entry:
+    """The kernel in the ring that the configuration asks for: native, or interpreted word by word."""
+    knobs = config.current()
+    if knobs.interpret:
+        return lambda table, worker: interpret(kernel, table, worker)
+    return native(kernel, current_target(), knobs.check >= 2)

@@ -1,0 +1,90 @@
+"""exp2 and log2 in words: polynomials in fma, no libm, the same bits on every target."""
+
+from __future__ import annotations
+
+from tilewise.simd.builder import LANES, Builder, Vec
+
+NEG_INF = float("-inf")
+NAN = float("nan")
+LOG2E = 1.4426950408889634  # log2(e), rounded to float32 where it is used
+LN2 = 0.6931471805599453
+
+# exp2(f) = 1 + c1 f + ... + c6 f^6 on [-1/2, 1/2]: minimax in relative error (2^-28.3) with the constant 1 fixed, so
+# that exp2(0) is 1 exactly; each coefficient is rounded to float32 in turn and the higher ones fitted again.
+EXP2 = (0.6931472, 0.24022648, 0.0555036, 0.009618506, 0.0013390806, 0.00015326464)
+# log2(1 + f) = f (c0 + c1 f + ... + c9 f^9) on [sqrt(1/2) - 1, sqrt(2) - 1], fitted the same way (2^-26.2)
+LOG2 = (
+    1.442695, -0.7213475, 0.48090377, -0.3606826, 0.28830373,
+    -0.23978908, 0.208884, -0.19332503, 0.16333768, -0.07966424,
+)  # fmt: skip
+EXPONENT_BITS = 23  # where the exponent of a float32 begins
+EXPONENT_BIAS = 127
+# x + ROUND has a last place of 1, so it holds round(x) (ties to even), and its low bits hold round(x) + 127
+ROUND = 1.5 * 2.0**EXPONENT_BITS + EXPONENT_BIAS
+SQRT_HALF_BITS = 0x3F3504F3  # the float32 at or below sqrt(1/2)
+EXP2_SMALLEST = -126.0  # below it 2^x is subnormal; exp2 gives 0
+
+
+def polynomial(b: Builder, coefficients: tuple[float, ...], x: Vec) -> Vec:
+    """c[0] + c[1] x + ... by Horner's rule in fma."""
+    y = b.vec(coefficients[-1])
+    for c in reversed(coefficients[:-1]):
+        y = b.fma(y, x, b.vec(c))
+    return y
+
+
+def exp2(b: Builder, x: Vec) -> Vec:
+    """2^x for x <= 0 (correct below 128): at most 1 ULP from the true value; 0 for x < -126; exp2(0) = 1; NaN for NaN.
+
+    2^x = 2^n 2^f with n = round(x). The power 2^n is made from bits and multiplied in, never added to an exponent:
+    a NaN stays one whatever its payload.
+    """
+    rounded = x + b.vec(ROUND)
+    f = x - (rounded - b.vec(ROUND))
+    power = b.floats(b.bits(rounded) << EXPONENT_BITS)
+    return b.where(x < b.vec(EXP2_SMALLEST), b.vec(0.0), polynomial(b, (1.0, *EXP2), f) * power)
+
+
+def log2(b: Builder, x: Vec) -> Vec:
+    """log2(x) for normal x > 0: at most 2 ULP from the true value; -inf for 0; inf for inf; NaN for NaN and x < 0.
+
+    x = 2^n (1 + f) with 1 + f in [sqrt(1/2), sqrt(2)); log2(x) = n + f P(f), the sum rounded once.
+    """
+    bits = b.bits(x)
+    offset = bits - b.ivec(SQRT_HALF_BITS)
+    # an arithmetic shift of offset, made of a logical one: add 256 to the exponent, shift, take it away
+    n = ((offset + b.ivec(1 << 30)) >> EXPONENT_BITS) - b.ivec(1 << (30 - EXPONENT_BITS))
+    f = b.floats(bits - (n << EXPONENT_BITS)) - b.vec(1.0)
+    y = b.fma(f, polynomial(b, LOG2, f), b.to_float(n))
+    finite = b.where(x.equals(b.vec(0.0)), b.vec(NEG_INF), y)
+    return b.where(b.vec(0.0) <= x, b.where(x.equals(b.vec(float("inf"))), x, finite), b.vec(NAN))
+
+
+def fold(b: Builder, rows: list[Vec], operation: str) -> Vec:
+    """Lane r of the result is the fold of rows[r] by halves (8, 4, 2, 1): "add" or "max", for 16 rows at once.
+
+    Each step folds pairs of vectors into one that holds both, so 16 rows take 15 operations and 30 shuffles, and every
+    row meets its own lanes in the order that it would meet alone.
+    """
+    for half in (8, 4, 2, 1):
+        starts = range(0, LANES, 2 * half)
+        low = [s + x + side for s in starts for side in (0, LANES) for x in range(half)]
+        high = [lane + half for lane in low]
+        pairs = [(rows[r], rows[r + half]) for r in range(half)]
+        halves = [(b.shuffle(x, y, low), b.shuffle(x, y, high)) for x, y in pairs]
+        rows = [x + y if operation == "add" else b.max(x, y) for x, y in halves]
+    return rows[0]
+
+
+def transpose(b: Builder, rows: list[Vec]) -> list[Vec]:
+    """The transpose of a 16 x 16 tile held in 16 vectors: four rounds of exchanges between rows 8, 4, 2, 1 apart."""
+    for half in (8, 4, 2, 1):
+        low = [x if not x & half else x - half + LANES for x in range(LANES)]
+        high = [x + half if not x & half else x + LANES for x in range(LANES)]
+        result = list(rows)
+        for r in range(LANES):
+            if not r & half:
+                result[r] = b.shuffle(rows[r], rows[r + half], low)
+                result[r + half] = b.shuffle(rows[r], rows[r + half], high)
+        rows = result
+    return rows
