@@ -83,7 +83,8 @@ def online_softmax(x: NDArray[F], tile: int) -> NDArray[F]:
             M = np.maximum(m, part.max(axis=-1, keepdims=True))
             l = np.exp(m - _finite_maximum(M)) * l + np.exp(part - _finite_maximum(M)).sum(axis=-1, keepdims=True)
             m = M
-        P: NDArray[F] = np.exp(x - _finite_maximum(m)) / l
+        P: NDArray[F] = np.exp(x - _finite_maximum(m))
+        P /= l
     return P
 
 

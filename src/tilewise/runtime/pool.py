@@ -1,8 +1,8 @@
 """Worker threads that stay, woken in a few microseconds.
 
-A call of attention may last 30 microseconds, so what counts is how soon workers start and how soon the caller knows that
-they have finished. A worker waits on a raw lock used as a binary semaphore, and says that it is done by another: half the
-latency of a Condition or an executor. The work itself is native code that holds no GIL and claims items by itself.
+A call of attention may last 30 microseconds, so what counts is how soon the workers start and how soon the caller knows
+that they have finished. A worker waits on a raw lock used as a binary semaphore, and says by another that it is done:
+half the latency of a Condition or an executor. The work is native code that holds no GIL and claims items by itself.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import _thread
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from operator import index
 from types import TracebackType
 from typing import TypeAlias
-from weakref import WeakSet
 
 from tilewise.config import current
 from tilewise.errors import InvalidArgument
@@ -65,20 +65,25 @@ def _attend(w: int, go: _thread.LockType, done: _thread.LockType, board: _Board)
 
 
 class _Crew:
-    """The worker threads of a pool, numbered from 1, and how to wake them. One caller at a time.
+    """The worker threads 1 to `count` of a pool, and how to wake them. One caller at a time.
 
     An interrupt (KeyboardInterrupt, or whatever a signal handler raises) can come between any two bytecodes of the
     caller. How many workers were woken, and how many are known to have finished, is therefore counted by
     ``list.extend(map(...))``: one call in C for all of them, in which a lock is taken if and only if the list grows.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, count: int) -> None:
         self.board = _Board()
         self.go: list[_thread.LockType] = []
         self.done: list[_thread.LockType] = []
         self.threads: list[threading.Thread] = []
         self.woken: list[None] = []
         self.finished: list[bool] = []
+        # Called once, by close() or when the crew is dropped; not while the interpreter exits, when nobody may wake up.
+        self.dismiss = weakref.finalize(self, _send_home, self.board, self.go)
+        self.dismiss.atexit = False
+        for w in range(1, count + 1):
+            self._hire(w)
 
     @property
     def idle(self) -> bool:
@@ -87,31 +92,23 @@ class _Crew:
 
     def run(self, workers: int, work: Work, cancel: Cancel | None) -> None:
         """work(0) here, work(w) on worker w for each other w < workers; return or raise when all have stopped."""
-        self._hire(workers - 1)
         self.woken.clear()
         self.finished.clear()
         self.board.errors.clear()
-        self.board.work = work
         try:
+            self.board.work = work
             self.woken.extend(map(_release, self.go[: workers - 1]))
             work(0)
             self.finished.extend(map(_acquire, self.done[: workers - 1]))
         except BaseException as error:
             self._settle(cancel)
             self.board.errors.append((0, error))
-            self._first_error()
+            _first(self.board.errors)  # this very error, now with those of the workers as its context
             raise
         finally:
             self.board.work = None
         if self.board.errors:
-            raise self._first_error()
-
-    def dismiss(self) -> None:
-        """Send all workers home; those at work leave when they have finished it."""
-        self.board.work = None
-        for go in self.go:
-            with suppress(RuntimeError):  # woken already, by a run that was torn
-                go.release()
+            raise _first(self.board.errors)
 
     def orphan(self) -> None:
         """In the child of a fork: the workers are gone. A caller that forked amid a run must not wait for them."""
@@ -120,23 +117,16 @@ class _Crew:
                 self.board.errors.append((w, RuntimeError("the process forked while a Pool was at work")))
                 done.release()
 
-    def __del__(self) -> None:
-        self.dismiss()
-
-    def _hire(self, count: int) -> None:
-        while len(self.threads) < count:
-            w = len(self.threads) + 1
-            go, done = _thread.allocate_lock(), _thread.allocate_lock()
-            go.acquire()
-            done.acquire()
-            # A daemon: a worker that waits must not hold up the exit of the interpreter.
-            thread = threading.Thread(
-                target=_attend, args=(w, go, done, self.board), name=f"tilewise-{w}", daemon=True
-            )
-            thread.start()
-            self.go.append(go)
-            self.done.append(done)
-            self.threads.append(thread)
+    def _hire(self, w: int) -> None:
+        go, done = _thread.allocate_lock(), _thread.allocate_lock()
+        go.acquire()
+        done.acquire()
+        # A daemon: a worker that waits must not hold up the exit of the interpreter.
+        thread = threading.Thread(target=_attend, args=(w, go, done, self.board), name=f"tilewise-{w}", daemon=True)
+        self.go.append(go)
+        self.done.append(done)
+        self.threads.append(thread)
+        thread.start()
 
     def _settle(self, cancel: Cancel | None) -> None:
         """After an error of the caller: stop the workers and wait for them, however often we are interrupted."""
@@ -144,27 +134,37 @@ class _Crew:
             if cancel is not None:
                 cancel()
         finally:
-            while not self.idle:
+            while len(self.finished) < len(self.woken):
                 with suppress(BaseException):
                     self.finished.extend(map(_acquire, self.done[len(self.finished) : len(self.woken)]))
 
-    def _first_error(self) -> BaseException:
-        """Take the errors off the board and return that of the lowest worker, the others as its context."""
-        errors = [error for _, error in sorted(self.board.errors, key=lambda entry: entry[0])]
-        self.board.errors.clear()
-        return _chained(errors)
+
+def _send_home(board: _Board, go: list[_thread.LockType]) -> None:
+    """Make the workers leave: those that wait now, those at work when they have finished it."""
+    board.work = None
+    for lock in go:
+        with suppress(RuntimeError):  # released already, by a run that was torn
+            lock.release()
 
 
-def _chained(errors: list[BaseException]) -> BaseException:
-    """The first error, with each other one at the end of its chain of contexts."""
-    chain = [errors[0]]
-    for error in errors:
-        while (context := chain[-1].__context__) is not None:
-            chain.append(context)
-        if not any(error is known for known in chain):
+def _first(errors: list[tuple[int, BaseException]]) -> BaseException:
+    """Empty the list and return the error with the lowest number, the others at the end of its chain of contexts."""
+    ordered = [error for _, error in sorted(errors, key=lambda entry: entry[0])]
+    errors.clear()  # a frame that the error's traceback refers to holds this list
+    chain = _contexts(ordered[0])
+    for error in ordered[1:]:
+        contexts = _contexts(error)
+        if not any(known is context for known in chain for context in contexts):  # as when two workers raise one object
             chain[-1].__context__ = error
-            chain.append(error)
-    return errors[0]
+            chain += contexts
+    return ordered[0]
+
+
+def _contexts(error: BaseException) -> list[BaseException]:
+    chain = [error]
+    while (context := chain[-1].__context__) is not None:
+        chain.append(context)
+    return chain
 
 
 class Pool:
@@ -268,8 +268,7 @@ class Pool:
 
         self.run(max(1, min(self._threads, n)), work, stop)
         if errors:
-            errors.sort(key=lambda entry: entry[0])
-            raise _chained([error for _, error in errors])
+            raise _first(errors)
 
     def close(self) -> None:
         """Wait for a call that is under way, then end the worker threads. To close again does nothing."""
@@ -300,7 +299,7 @@ class Pool:
     def _idle_crew(self) -> _Crew:
         self._check_open()  # again: it may have been closed while we waited for our turn
         if self._crew is None or not self._crew.idle:
-            self._crew = _Crew()
+            self._crew = _Crew(self._threads - 1)
         return self._crew
 
     def _after_fork_in_child(self) -> None:
@@ -352,11 +351,12 @@ def _thread_count(name: str, value: int) -> int:
 
 
 def _after_fork_in_child() -> None:
+    _here.inside = False  # the thread that forked may be a worker; there is nothing left here that it could wait for
     for pool in list(_pools):
         pool._after_fork_in_child()
 
 
-_pools: WeakSet[Pool] = WeakSet()
+_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 _shared: dict[int, Pool] = {}
 
 if hasattr(os, "register_at_fork"):

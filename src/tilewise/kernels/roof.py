@@ -1,0 +1,49 @@
+"""The machine's own limits, by kernels in the same language: peak of fused multiply-add, bandwidth of reads."""
+
+from __future__ import annotations
+
+from tilewise.kernels.microkernel import accumulators
+from tilewise.kernels.tables import Row
+from tilewise.simd.builder import F32, LANES, Builder, Int, Kernel
+
+ROOF = ("data", "end", "steps")  # the table: a float32 array [data, end), steps to take
+UNROLL = 8  # loads in flight
+
+
+def fma_kernel(mr: int, nr: int) -> Kernel:
+    """`steps` times mr * nr independent fma on values in registers: 2 * 16 * mr * nr flops a step."""
+
+    def body(b: Builder, table: Int, worker: Int) -> None:
+        call = Row(b, table, ROOF)
+        data = b.pointer(call["data"], call["data"], call["end"], F32)
+        factor, addend = b.load(data), b.load(data + LANES)
+        acc = accumulators(b, mr, nr)
+        for _ in b.loop(0, call["steps"]):
+            for row in acc:
+                for cell in row:
+                    cell.value = b.fma(cell.value, factor, addend)
+        total = b.vec(0.0)
+        for row in acc:
+            for cell in row:
+                total = total + cell.value
+        b.store(data, total)
+
+    return Kernel(f"roof_fma_{mr}x{nr}", body)
+
+
+def read_kernel() -> Kernel:
+    """Read `steps` times 8 vectors of 16 floats in order, and sum them."""
+
+    def body(b: Builder, table: Int, worker: Int) -> None:
+        call = Row(b, table, ROOF)
+        data = b.pointer(call["data"], call["data"], call["end"], F32)
+        sums = [b.var(b.vec(0.0)) for _ in range(UNROLL)]
+        for i in b.loop(0, call["steps"] * (UNROLL * LANES), UNROLL * LANES):
+            for x, total in enumerate(sums):
+                total.value = total.value + b.load(data + i + x * LANES)
+        total = sums[0].value
+        for other in sums[1:]:
+            total = total + other.value
+        b.store(data, total)
+
+    return Kernel("roof_read", body)
