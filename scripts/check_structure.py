@@ -18,19 +18,22 @@ PACKAGE = "tilewise"
 
 # Who may import whom inside the package: a module or folder of src/tilewise, and what it may see besides itself.
 # "__init__" stands for the public names. A new module or folder needs a row here.
-FREE = {"config", "errors", "problem", "visibility"}
+FREE = {"arguments", "config", "errors", "problem", "visibility"}
 RUN = {"plan", "runtime", "kernels", "simd"} | FREE
-EVERYTHING = RUN | {"__init__", "attention", "cli", "frontends", "reference"}
+EVERYTHING = RUN | {"__init__", "attention", "bench", "cli", "frontends", "reference", "verify"}
 MAY_IMPORT: dict[str, set[str]] = {
     "__init__": EVERYTHING,
     "__main__": EVERYTHING,
+    "bench": EVERYTHING,
     "cli": EVERYTHING,
+    "verify": EVERYTHING - {"cli", "bench"},
     "frontends": RUN | {"__init__", "attention"},
     "attention": RUN,
     "plan": RUN,
     "runtime": RUN,
     "kernels": {"simd"} | FREE,
     "simd": {"config", "errors"},
+    "arguments": FREE,
     "problem": FREE,
     "visibility": FREE,
     "config": FREE,
@@ -44,7 +47,7 @@ LLVMLITE_FILES = {"simd/lower.py", "simd/jit.py", "simd/target.py"}
 LLVMLITE_IR_FILES = {"simd/lower.py"}
 NOT_IN_KERNELS = {"ctypes", "importlib", "os"}
 
-# Lines, comments and docstrings included.
+# Lines, comments included; of a function without its docstring.
 SOURCE_FOLDERS = ("src", "tests", "benchmarks", "scripts")
 FILE_BUDGET = 400
 FRONT_DOOR_BUDGET = 200
@@ -110,6 +113,12 @@ def import_problems(root: Path) -> Iterator[str]:
                 yield f"{path.relative_to(root)}:{line}: {why}"
 
 
+def docstring_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function's docstring: shapes, dtypes and errors cost no function its budget."""
+    first = node.body[0]
+    return (first.end_lineno or first.lineno) - first.lineno + 1 if ast.get_docstring(node) else 0
+
+
 def size_problems(root: Path) -> Iterator[str]:
     home = root / "src" / PACKAGE
     for path in sorted(path for folder in SOURCE_FOLDERS for path in (root / folder).rglob("*.py")):
@@ -122,7 +131,7 @@ def size_problems(root: Path) -> Iterator[str]:
         budget = KERNEL_BUDGET if home / "kernels" in path.parents else FUNCTION_BUDGET
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1 - docstring_lines(node)
                 if lines > budget:
                     yield f"{shown}:{node.lineno}: {node.name} has {lines} lines, the budget is {budget}"
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any
 
 import numpy as np
 
-from tilewise import config
-from tilewise.plan import Plan, make_plan
-from tilewise.problem import F32Array, Problem, make_problem
+from tilewise.config import current
+from tilewise.plan import make_plan
+from tilewise.problem import Operands, make_problem
 from tilewise.runtime.arena import Arena
-from tilewise.runtime.launch import launch
+from tilewise.runtime.launch import Prepared, launch, prepare
 from tilewise.runtime.pool import Pool, pool_for
 from tilewise.simd.target import current_target
+
+_REMEMBERED = 1024  # prepared calls; a decode loop makes a new one each step, so they are forgotten all at once
+_memory: dict[tuple[Any, ...], Prepared] = {}
 
 
 def attention(
@@ -23,9 +26,9 @@ def attention(
 ) -> Any:  # fmt: skip
     """Exact attention, softmax(scale * Q K^T + mask) V, one tile of keys at a time.
 
-    The method is FlashAttention (Dao et al., 2022 and 2023) with the online softmax of Milakov and Gimelshein (2018), in
-    the fixed order of operations of recipe 1: a row's bits depend on its own query, the keys and values that it sees,
-    its position, `bc` and `span`, and on nothing else.
+    The method is FlashAttention (Dao et al., 2022 and 2023) with the online softmax of Milakov and Gimelshein (2018),
+    in the fixed order of operations of recipe 1: a row's bits depend on its own query, the keys and values that it
+    sees, its position, `bc` and `span`, and on nothing else.
 
     Parameters
     ----------
@@ -58,8 +61,8 @@ def attention(
     br : int
         Query positions a work item; moves no bit. 0: chosen.
     bc, span : int
-        Keys a tile (1 to 512) and a span (a multiple of bc), both anchored at position 0; the recipe's two numbers. 0: 64
-        and 1024 (or the largest multiple of bc below).
+        Keys a tile (1 to 512) and a span (a multiple of bc), both anchored at position 0: the recipe's two numbers.
+        0: 64, and 1024 or the largest multiple of bc below.
     arena : Arena, optional
         Where scratch comes from (`scratch_bytes` of it); rewound before return. None: private, freed.
     pool : Pool or int, optional
@@ -67,24 +70,58 @@ def attention(
 
     Returns
     -------
-    o : float32 array [B, H, Tq, Dv]; with return_lse, (o, lse) with lse [B, H, Tq], a natural logarithm. A row that sees
-    no key gives o = 0 and lse = -inf, or its sink.
+    o : float32 array [B, H, Tq, Dv]; with return_lse, (o, lse) with lse [B, H, Tq], a natural logarithm. A row that
+    sees no key gives o = 0 and lse = -inf, or its sink.
 
     Raises
     ------
     InvalidArgument (a ValueError), ShapeError (a ValueError), ArenaExhausted (a MemoryError), TypeError, TargetError;
     all before anything is written.
     """
-    problem = make_problem(
-        q, k, v, causal=causal, window=window, scale=scale, q_offset=q_offset, sinks=sinks, return_lse=return_lse,
-        kv_start=kv_start, kv_len=kv_len, k_offset=k_offset, out=out, lse=lse, br=br, bc=bc, span=span,
-    )  # fmt: skip
     workers = pool_for(pool)
-    plan = make_plan(problem, current_target(), workers.threads)
     if arena is not None and not isinstance(arena, Arena):
         raise TypeError(f"arena must be a tilewise.Arena or None, got {type(arena).__name__}")
-    o, logsumexp = launch(problem, plan, arena, workers)
-    return (o, logsumexp) if problem.return_lse else o
+    call, operands = _prepared(
+        workers.threads, q, k, v, causal=causal, window=window, scale=scale, q_offset=q_offset, sinks=sinks,
+        return_lse=return_lse, kv_start=kv_start, kv_len=kv_len, k_offset=k_offset, out=out, lse=lse, br=br, bc=bc,
+        span=span,
+    )  # fmt: skip
+    o, logsumexp = launch(call, operands, arena, workers)
+    return o if logsumexp is None else (o, logsumexp)
+
+
+def _prepared(threads: int, q: Any, k: Any, v: Any, **arguments: Any) -> tuple[Prepared, Operands]:
+    """The prepared call: remembered where the same layouts and arguments came before, else checked and planned."""
+    key = _key(threads, q, k, v, arguments)
+    try:
+        call = _memory.get(key) if key else None
+    except TypeError:  # an argument that cannot be hashed: an array of offsets
+        key = call = None
+    if call is not None:
+        return call, Operands(q, k, v, arguments["sinks"], None, None)
+    problem, operands = make_problem(q, k, v, **arguments)
+    call = prepare(problem, make_plan(problem, current_target(), threads))
+    if key:
+        if len(_memory) >= _REMEMBERED:
+            _memory.clear()
+        _memory[key] = call
+    return call, operands
+
+
+def _key(threads: int, q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> tuple[Any, ...] | None:
+    """All that a check and a plan depend on; None where they depend on more, such as the overlap of out with q."""
+    sinks = arguments["sinks"]
+    if arguments["out"] is not None or arguments["lse"] is not None:
+        return None
+    layouts: list[Any] = []
+    for x in (q, k, v) if sinks is None else (q, k, v, sinks):
+        if type(x) is not np.ndarray or not x.flags.aligned:
+            return None
+        layouts += (x.shape, x.strides, x.dtype)
+    scalars = [x for name, x in arguments.items() if name != "sinks"]
+    knobs = current()
+    # the types too: True and 1 are equal keys but not equally good arguments
+    return (*layouts, *scalars, *map(type, scalars), threads, knobs.interpret, knobs.target, knobs.check)
 
 
 def scratch_bytes(
@@ -94,4 +131,5 @@ def scratch_bytes(
 
     It does not depend on the number of keys: it is a slice of (a few rows and two tiles) for each worker.
     """
-    return make_plan(make_problem(q, k, v, **arguments), current_target(), pool_for(pool).threads).scratch_bytes
+    problem, _ = make_problem(q, k, v, **arguments)
+    return make_plan(problem, current_target(), pool_for(pool).threads).scratch_bytes

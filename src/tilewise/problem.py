@@ -1,82 +1,81 @@
-"""What was asked: the arguments of a call, checked. Every validation error is raised here, before anything is written."""
+"""What was asked: the arguments of a call, checked. Validation errors are raised here, before anything is written."""
 
 from __future__ import annotations
 
-import math
-import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from tilewise import arguments
+from tilewise.arguments import MAX_POSITION, F32Array, I64Array
 from tilewise.errors import InvalidArgument, ShapeError
 from tilewise.visibility import bounds, visible_pairs
-
-F32Array = NDArray[np.float32]
-I64Array = NDArray[np.int64]
 
 DEFAULT_BC = 64
 DEFAULT_SPAN = 1024
 MAX_BC = 512
 MAX_HEAD_DIM = 1024
-MAX_POSITION = 1 << 56  # far from where 64-bit arithmetic on positions could overflow
-_OVERLAP_WORK = 10_000  # effort spent to prove that two interleaved arrays share no element
+ELEMENT = 4  # bytes of a float32
 
 
-@dataclass(frozen=True, eq=False)
-class Problem:
-    """A checked problem. Keys of sequence b: k[b, :, kv_start[b] : kv_start[b] + kv_len[b]], from position k_offset[b]."""
+class Operands(NamedTuple):
+    """The arrays of a call; out and lse are None where they are to be allocated (or lse is not wanted)."""
 
     q: F32Array
     k: F32Array
     v: F32Array
-    out: F32Array | None  # None: to be allocated
-    lse: F32Array | None
-    return_lse: bool
     sinks: F32Array | None
+    out: F32Array | None
+    lse: F32Array | None
+
+
+class View(NamedTuple):
+    """How rows of heads lie in an array: strides in elements, and the bytes [lo, hi) around its first element."""
+
+    row: int
+    head: int
+    lo: int
+    hi: int
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A checked problem, without the arrays' addresses: problems of the same layout are the same problem.
+
+    The per-sequence fields are int64 arrays [B]; `*_base` are bytes from an array's first element to the sequence's.
+    """
+
+    B: int
+    H: int
+    Hkv: int
+    Tq: int  # the most query rows of a sequence
+    Tk: int
+    D: int
+    Dv: int
     scale: float
     causal: bool
     window: int | None
-    q_offset: I64Array
-    kv_start: I64Array
-    kv_len: I64Array
-    k_offset: I64Array
+    return_lse: bool
     br: int  # 0: the plan chooses
     bc: int
     span: int
-
-    @property
-    def B(self) -> int:
-        return self.q.shape[0]
-
-    @property
-    def H(self) -> int:
-        return self.q.shape[1]
-
-    @property
-    def Hkv(self) -> int:
-        return self.k.shape[1]
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    views: dict[str, View]  # of q, k, v, o, and of lse and sinks where there are any
+    q_base: I64Array
+    k_base: I64Array
+    v_base: I64Array
+    o_base: I64Array
+    lse_base: I64Array
+    rows: I64Array  # query rows
+    q_offset: I64Array  # position of the first query row
+    k_offset: I64Array  # position of the first key
+    kv_len: I64Array  # keys
 
     @property
     def group(self) -> int:
         return self.H // max(1, self.Hkv)
-
-    @property
-    def Tq(self) -> int:
-        return self.q.shape[2]
-
-    @property
-    def Tk(self) -> int:
-        return self.k.shape[2]
-
-    @property
-    def D(self) -> int:
-        return self.q.shape[3]
-
-    @property
-    def Dv(self) -> int:
-        return self.v.shape[3]
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -85,11 +84,8 @@ class Problem:
 
     def visible_pairs(self) -> int:
         """(row, key) pairs that enter the result, over all sequences and query heads."""
-        per_sequence = (
-            visible_pairs(self.Tq, int(q), int(k), int(n), *self.bounds)
-            for q, k, n in zip(self.q_offset, self.k_offset, self.kv_len, strict=True)
-        )
-        return self.H * sum(per_sequence)
+        pairs = visible_pairs(self.rows, self.q_offset, self.k_offset, self.kv_len, *self.bounds)
+        return self.H * int(pairs.sum())
 
     def flops(self) -> int:
         """Floating-point operations of both products over visible pairs."""
@@ -100,60 +96,36 @@ def make_problem(
     q: Any, k: Any, v: Any, *, causal: Any = False, window: Any = None, scale: Any = None, q_offset: Any = None,
     sinks: Any = None, return_lse: Any = False, kv_start: Any = None, kv_len: Any = None, k_offset: Any = None,
     out: Any = None, lse: Any = None, br: Any = 0, bc: Any = 0, span: Any = 0,
-) -> Problem:  # fmt: skip
+) -> tuple[Problem, Operands]:  # fmt: skip
     """Check every argument of `tilewise.attention`; see there for their meaning and the errors."""
-    q, k, v = _tensor("q", q, 4), _tensor("k", k, 4), _tensor("v", v, 4)
+    q, k, v = (arguments.tensor(name, x, 4) for name, x in (("q", q), ("k", k), ("v", v)))
     _check_shapes(q, k, v)
-    batch, heads, rows, width = *q.shape[:3], v.shape[3]
-    causal, window = _flag("causal", causal), _window(window)
-    kv_start, kv_len, k_offset = _keys(batch, k.shape[2], kv_start, kv_len, k_offset)
-    if sinks is not None:
-        sinks = _tensor("sinks", sinks, 1)
-        _expect_shape("sinks", sinks, (heads,))
-    if out is not None:
-        out = _output("out", out, (batch, heads, rows, width), contiguous=True)
-    if lse is not None:
-        lse = _output("lse", lse, (batch, heads, rows), contiguous=False)
-    _check_overlaps({"out": out, "lse": lse}, {"q": q, "k": k, "v": v, "sinks": sinks})
-    bc = _size("bc", bc, MAX_BC) or DEFAULT_BC
-    return Problem(
-        q, k, v, out, lse, _flag("return_lse", return_lse) or lse is not None, sinks,
-        scale=_scale(scale, q.shape[3]), causal=causal, window=window,
-        q_offset=_query_offset(q_offset, rows, kv_len, k_offset, causal or window is not None),
-        kv_start=kv_start, kv_len=kv_len, k_offset=k_offset,
-        br=_size("br", br, MAX_POSITION), bc=bc, span=_span(span, bc),
+    (B, H, Tq, D), (_, Hkv, Tk, Dv) = q.shape, v.shape
+    causal, window = arguments.flag("causal", causal), arguments.window(window)
+    return_lse = arguments.flag("return_lse", return_lse) or lse is not None
+    start, length, k_offset = _keys(B, Tk, kv_start, kv_len, k_offset)
+    q_offset = _query_offset(q_offset, Tq, length, k_offset, causal or window is not None)
+    bc = arguments.size("bc", bc, MAX_BC) or DEFAULT_BC
+    span, br, scale = _span(span, bc), arguments.size("br", br, MAX_POSITION), arguments.scale(scale, D)
+    operands = _operands(q, k, v, sinks, out, lse)
+    views = {"q": _view(q), "k": _view(k), "v": _view(v)}
+    views["o"] = _fresh_view((B, H, Tq, Dv)) if out is None else _view(out)
+    if return_lse:
+        views["lse"] = _fresh_view((B, H, Tq, 1)) if lse is None else _view(lse[..., None])
+    if operands.sinks is not None:
+        views["sinks"] = _view(operands.sinks[None, None, None])
+    batch = np.arange(B, dtype=np.int64)
+    problem = Problem(
+        B, H, Hkv, Tq, Tk, D, Dv, scale, causal, window, return_lse, br, bc, span,
+        out_shape=(B, H, Tq, Dv), lse_shape=(B, H, Tq), views=views,
+        q_base=batch * q.strides[0],
+        k_base=batch * k.strides[0] + start * k.strides[2],
+        v_base=batch * v.strides[0] + start * v.strides[2],
+        o_base=batch * (H * Tq * Dv * ELEMENT if out is None else out.strides[0]),
+        lse_base=batch * (H * Tq * ELEMENT if lse is None else lse.strides[0]),
+        rows=np.full(B, Tq, np.int64), q_offset=q_offset, k_offset=k_offset, kv_len=length,
     )  # fmt: skip
-
-
-def _tensor(name: str, x: Any, rank: int) -> F32Array:
-    """An input array: float32, of that rank, its last axis contiguous."""
-    if x is None:
-        raise InvalidArgument(f"{name} is missing: expected a float32 array of {rank} axes, got None")
-    if not isinstance(x, np.ndarray):
-        x = _as_array(name, x)
-    if x.dtype != np.float32 or not x.dtype.isnative:
-        raise TypeError(f"{name} must be float32 in native byte order, got {x.dtype!r}")
-    if x.ndim != rank:
-        raise ShapeError(f"{name} must have {rank} axes, got shape {x.shape}")
-    if x.shape[-1] > 1 and x.size and x.strides[-1] != x.itemsize:
-        raise InvalidArgument(
-            f"the last axis of {name} must be contiguous (stride {x.itemsize} bytes, got {x.strides[-1]}): "
-            f"pass np.ascontiguousarray({name})"
-        )
-    _check_alignment(name, x)
-    return x
-
-
-def _as_array(name: str, x: Any) -> Any:
-    """An object that shares its memory as an array; a list would be copied, so it is refused."""
-    if not any(hasattr(x, protocol) for protocol in ("__array__", "__array_interface__", "__array_struct__")):
-        raise TypeError(f"{name} must be a float32 NumPy array, got {type(x).__name__}")
-    return np.asarray(x)
-
-
-def _check_alignment(name: str, x: F32Array) -> None:
-    if not x.flags.aligned or any(s % x.itemsize for s, n in zip(x.strides, x.shape, strict=True) if n > 1):
-        raise InvalidArgument(f"{name} is not aligned to its {x.itemsize}-byte elements: pass {name}.copy()")
+    return problem, operands
 
 
 def _check_shapes(q: F32Array, k: F32Array, v: F32Array) -> None:
@@ -172,147 +144,67 @@ def _check_shapes(q: F32Array, k: F32Array, v: F32Array) -> None:
             raise ShapeError(f"the head dimension {name} must lie in 1 ... {MAX_HEAD_DIM}: {shapes}")
 
 
-def _expect_shape(name: str, x: F32Array, shape: tuple[int, ...]) -> None:
-    if x.shape != shape:
-        raise ShapeError(f"{name} must have shape {shape}, got {x.shape}")
+def _operands(q: F32Array, k: F32Array, v: F32Array, sinks: Any, out: Any, lse: Any) -> Operands:
+    B, H, Tq, Dv = *q.shape[:3], v.shape[3]
+    if sinks is not None:
+        sinks = arguments.tensor("sinks", sinks, 1)
+        arguments.expect_shape("sinks", sinks, (H,))
+    if out is not None:
+        out = arguments.output("out", out, (B, H, Tq, Dv), contiguous=True)
+    if lse is not None:
+        lse = arguments.output("lse", lse, (B, H, Tq), contiguous=False)
+    for name, x, others in (
+        ("out", out, {"q": q, "k": k, "v": v, "sinks": sinks, "lse": lse}),
+        ("lse", lse, {"q": q, "k": k, "v": v, "sinks": sinks}),
+    ):
+        for other, y in others.items():
+            if x is not None and y is not None and arguments.share_memory(x, y):
+                raise InvalidArgument(f"{name} overlaps {other}")
+    return Operands(q, k, v, sinks, out, lse)
 
 
-def _integer(name: str, x: Any) -> int:
-    if isinstance(x, (bool, np.bool_)):
-        raise TypeError(f"{name} must be an integer, got {x!r}")
-    try:
-        return operator.index(x)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {type(x).__name__} {x!r}") from None
+def _view(x: F32Array) -> View:
+    """The view of an array [B, H, T, D]."""
+    _, head, row, _ = x.strides
+    reaches = [stride * (n - 1) for stride, n in zip(x.strides, x.shape, strict=True)] if x.size else [0]
+    lo, hi = sum(min(r, 0) for r in reaches), sum(max(r, 0) for r in reaches)
+    return View(row // ELEMENT, head // ELEMENT, lo, hi + (ELEMENT if x.size else 0))
 
 
-def _flag(name: str, x: Any) -> bool:
-    if not isinstance(x, (bool, np.bool_)):
-        raise TypeError(f"{name} must be True or False, got {type(x).__name__} {x!r}")
-    return bool(x)
-
-
-def _size(name: str, x: Any, limit: int) -> int:
-    size = _integer(name, x)
-    if not 0 <= size <= limit:
-        raise InvalidArgument(f"{name} must lie in 0 ... {limit} (0 picks the default), got {size}")
-    return size
+def _fresh_view(shape: tuple[int, int, int, int]) -> View:
+    """The view of an array [B, H, T, D] that is still to be allocated, in C order."""
+    B, H, T, D = shape
+    return View(D, T * D, 0, B * H * T * D * ELEMENT)
 
 
 def _span(x: Any, bc: int) -> int:
-    span = _size("span", x, MAX_POSITION)
+    span = arguments.size("span", x, MAX_POSITION)
     if span % bc:
         raise InvalidArgument(f"span must be a multiple of bc = {bc}, got {span}")
     return span or max(1, DEFAULT_SPAN // bc) * bc
 
 
-def _window(x: Any) -> int | None:
-    window = None if x is None else _integer("window", x)
-    return window if window is not None and 0 < window < MAX_POSITION else None
-
-
-def _scale(x: Any, D: int) -> float:
-    if x is None:
-        return float(np.float32(D**-0.5))
-    if isinstance(x, (bool, np.bool_, str, bytes)):
-        raise TypeError(f"scale must be a number, got {x!r}")
-    try:
-        scale = float(x)
-    except (TypeError, ValueError):
-        raise TypeError(f"scale must be a number, got {type(x).__name__} {x!r}") from None
-    if not math.isfinite(scale) or abs(scale) > float(np.finfo(np.float32).max):
-        raise InvalidArgument(f"scale must be finite in float32, got {scale}")
-    return float(np.float32(scale))
-
-
-def _per_sequence(name: str, x: Any, batch: int) -> I64Array:
-    """An integer for every sequence, from one integer or an array [B]."""
-    if not isinstance(x, np.ndarray) or x.ndim == 0:
-        if not isinstance(x, (list, tuple)):
-            value = _integer(name, x)
-            _check_positions(name, value, value)
-            return np.full(batch, value, np.int64)
-        x = np.asarray(x, None if len(x) else np.int64)
-    if x.dtype.kind not in "iu":
-        raise TypeError(f"{name} must be an integer or an array of integers [B], got dtype {x.dtype}")
-    if x.shape != (batch,):
-        raise ShapeError(f"{name} must be an integer or have shape ({batch},), got {x.shape}")
-    if batch:
-        _check_positions(name, int(x.min()), int(x.max()))
-    return x.astype(np.int64)
-
-
-def _check_positions(name: str, smallest: int, largest: int) -> None:
-    if smallest < 0 or largest > MAX_POSITION:
-        wrong = smallest if smallest < 0 else largest
-        raise InvalidArgument(f"{name} must lie in 0 ... {MAX_POSITION}, got {wrong}")
-
-
-def _keys(batch: int, Tk: int, kv_start: Any, kv_len: Any, k_offset: Any) -> tuple[I64Array, I64Array, I64Array]:
-    start = _per_sequence("kv_start", 0 if kv_start is None else kv_start, batch)
+def _keys(B: int, Tk: int, kv_start: Any, kv_len: Any, k_offset: Any) -> tuple[I64Array, I64Array, I64Array]:
+    start = arguments.per_sequence("kv_start", 0 if kv_start is None else kv_start, B)
     if (start > Tk).any():
         raise InvalidArgument(f"kv_start must lie in 0 ... Tk = {Tk}, got {start.max()}")
-    length = Tk - start if kv_len is None else _per_sequence("kv_len", kv_len, batch)
+    length = Tk - start if kv_len is None else arguments.per_sequence("kv_len", kv_len, B)
     if (start + length > Tk).any():
         b = int(np.argmax(start + length))
         raise InvalidArgument(f"kv_start + kv_len must not pass Tk = {Tk}, got {start[b]} + {length[b]} (sequence {b})")
-    return start, length, _per_sequence("k_offset", 0 if k_offset is None else k_offset, batch)
+    return start, length, arguments.per_sequence("k_offset", 0 if k_offset is None else k_offset, B)
 
 
 def _query_offset(x: Any, rows: int, kv_len: I64Array, k_offset: I64Array, positions_matter: bool) -> I64Array:
-    batch = len(kv_len)
     if x is not None:
-        return _per_sequence("q_offset", x, batch)
-    if positions_matter and ((kv_len != rows) | (k_offset != 0)).any():
-        b = int(np.argmax((kv_len != rows) | (k_offset != 0)))
+        return arguments.per_sequence("q_offset", x, len(kv_len))
+    unclear = (kv_len != rows) | (k_offset != 0)
+    if positions_matter and unclear.any():
+        b = int(np.argmax(unclear))
         raise InvalidArgument(
-            f"q_offset must be given: sequence {b} has {rows} query rows and {kv_len[b]} keys from position {k_offset[b]}, "
-            f"so causal or window needs the position of its first query row. Common answers: q_offset = 0 (top-left: "
-            f"rows and keys both start at position 0), q_offset = Tk - Tq (bottom-right: the rows are the last of the keys)"
+            f"q_offset must be given: sequence {b} has {rows} query rows and {kv_len[b]} keys from position "
+            f"{k_offset[b]}, so causal or window needs the position of its first query row. Common answers: "
+            f"q_offset = 0 (top-left: rows and keys both start at position 0), "
+            f"q_offset = Tk - Tq (bottom-right: the rows are the last of the keys)"
         )
-    return np.zeros(batch, np.int64)
-
-
-def _output(name: str, x: Any, shape: tuple[int, ...], contiguous: bool) -> F32Array:
-    if not isinstance(x, np.ndarray):
-        raise TypeError(f"{name} must be a float32 NumPy array to write into, got {type(x).__name__}")
-    array = _tensor(name, x, len(shape)) if contiguous else x
-    if array.dtype != np.float32 or not array.dtype.isnative:
-        raise TypeError(f"{name} must be float32 in native byte order, got {array.dtype!r}")
-    _expect_shape(name, array, shape)
-    _check_alignment(name, array)
-    if not array.flags.writeable:
-        raise InvalidArgument(f"{name} is read-only")
-    if _overlaps_itself(array):
-        raise InvalidArgument(f"{name} overlaps itself: strides {array.strides} for shape {array.shape}")
-    return array
-
-
-def _overlaps_itself(x: F32Array) -> bool:
-    """Whether two indices may name one element; exact for views made by slicing, transposing and broadcasting."""
-    if not x.size:
-        return False
-    reach = x.itemsize
-    for stride, n in sorted((abs(s), n) for s, n in zip(x.strides, x.shape, strict=True) if n > 1):
-        if stride < reach:
-            return True
-        reach += stride * (n - 1)
-    return False
-
-
-def _check_overlaps(outputs: dict[str, F32Array | None], inputs: dict[str, F32Array | None]) -> None:
-    for name, x in outputs.items():
-        if x is None:
-            continue
-        for other, y in (*inputs.items(), ("lse", outputs["lse"] if name == "out" else None)):
-            if y is not None and _share_memory(x, y):
-                raise InvalidArgument(f"{name} overlaps {other}")
-
-
-def _share_memory(x: F32Array, y: F32Array) -> bool:
-    if not np.may_share_memory(x, y):
-        return False
-    try:
-        return np.shares_memory(x, y, max_work=_OVERLAP_WORK)
-    except Exception:  # numpy.exceptions.TooHardError, at another name before NumPy 1.25
-        return True
+    return np.zeros(len(kv_len), np.int64)

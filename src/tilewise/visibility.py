@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 UNBOUNDED = 1 << 60  # left or right of a row that sees everything on that side
 N = TypeVar("N")
 
@@ -21,24 +24,26 @@ def bounds(causal: bool, window: int | None) -> tuple[int, int]:
 
 
 def visible_range(
-    position: N, first: N, end: N, left: N, right: N, minimum: Callable[..., Any] = min, maximum: Callable[..., Any] = max
-) -> tuple[N, N]:
+    position: N, first: N, end: N, left: N, right: N,
+    minimum: Callable[..., Any] = min, maximum: Callable[..., Any] = max,
+) -> tuple[N, N]:  # fmt: skip
     """The positions [lo, hi) that a row at `position` sees of the keys [first, end); empty where lo >= hi."""
     p: Any = position
     return maximum(first, p - left), minimum(end, p + right + 1)
 
 
-def visible_pairs(rows: int, offset: int, first: int, keys: int, left: int, right: int) -> int:
-    """How many (row, key) pairs are visible to rows at offset, offset + 1, ...; closed form, no loop over rows."""
-    if rows <= 0 or keys <= 0:
-        return 0
+def visible_pairs(rows: Any, offset: Any, first: Any, keys: Any, left: int, right: int) -> NDArray[np.int64]:
+    """How many (row, key) pairs are visible to rows at offset, offset + 1, ...; of one sequence or of arrays of them.
 
-    def area_below(shift: int) -> int:
-        """Sum over rows of the number of keys below position p + shift."""
-        # the count is clip(p + shift - first, 0, keys) for p = offset .. offset + rows - 1: a ramp
+    A row sees the keys below p + right + 1 that are not below p - left; both counts are ramps over the rows, clipped
+    to [0, keys], with sums in closed form.
+    """
+    rows, keys = np.asarray(rows, np.int64), np.asarray(keys, np.int64)
+
+    def keys_below(shift: int) -> Any:
+        """The keys below position p + shift, summed over the rows."""
         start = offset + shift - first
-        rising_from, rising_to = max(0, min(rows, -start)), max(0, min(rows, keys - start))
-        ramp = rising_to - rising_from
-        return ramp * (2 * start + rising_from + rising_to - 1) // 2 + (rows - rising_to) * keys
+        rises, stops = np.clip(-start, 0, rows), np.clip(keys - start, 0, rows)
+        return (stops - rises) * (2 * start + rises + stops - 1) // 2 + (rows - stops) * keys
 
-    return area_below(right + 1) - area_below(-left)
+    return np.asarray(keys_below(right + 1) - keys_below(-left), np.int64)

@@ -9,6 +9,7 @@ Cost of a work item: 2 (D + Dv) flops for each visible pair; each key and value 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 from tilewise.kernels import pack
@@ -32,7 +33,7 @@ def forward_kernel(shape: Shape) -> Kernel:
 
 
 def work_items(b: Builder, call: Row) -> Iterator[tuple[Int, Int]]:
-    """Claim work items until none is left, or `batch` have been taken: (descriptor's address, item of that sequence)."""
+    """Claim work items until none is left or `batch` are taken: (descriptor's address, item of that sequence)."""
     items, size = call["items"], 8 * len(SEQUENCE)
 
     def first_item(descriptor: Int) -> Int:
@@ -110,9 +111,7 @@ class Item:
         shape, scratch = self.shape, self.scratch
         nr = widths(shape.columns // LANES, shape.nr)[0]
         queries = scratch.queries + row * up_to(LANES, shape.D)
-        scores(
-            self.b, shape.panel, shape.mr, nr, shape.D, queries, scratch.keys, scratch.S, shape.columns, lo, hi
-        )
+        scores(self.b, shape.panel, shape.mr, nr, shape.D, queries, scratch.keys, scratch.S, shape.columns, lo, hi)
 
     def weighted_sum(self, row: Int, lo: Int, hi: Int) -> None:
         """a = alpha * a + P @ V for a panel and keys [lo, hi): a key that a row does not see has weight 0 there."""
@@ -178,6 +177,6 @@ class Item:
                 for _ in b.when(~self.call["sinks"].equals(0)):
                     b.store_lane(scratch.lse + r, self.sink(head), 0)
             for _ in b.when(~empty):
-                pack.unpack_row(b, shape.Dv, target, lambda c, r=r: self.softmax.output(r, c))
+                pack.unpack_row(b, shape.Dv, target, functools.partial(self.softmax.output, r))
             for _ in b.when(~self.sequence["lse"].equals(0)):
                 b.store_lane(self.address("lse", i, head), b.broadcast(scratch.lse + r), 0)

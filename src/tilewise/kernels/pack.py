@@ -36,9 +36,7 @@ def no_query(b: Builder, shape: Shape, scratch: Scratch, row: Int) -> None:
 def row_ranges(b: Builder, call: Row, sequence: Row, scratch: Scratch, row: Int, position: Int) -> None:
     """The keys that a row sees, as absolute positions [lo, hi)."""
     first = sequence["first_key"]
-    lo, hi = visible_range(
-        position, first, first + sequence["keys"], call["left"], call["right"], b.imin, b.imax
-    )
+    lo, hi = visible_range(position, first, first + sequence["keys"], call["left"], call["right"], b.imin, b.imax)
     some = lo < hi
     b.store_int(scratch.row_lo + row, b.choose(some, lo, NO_KEY[0]))
     b.store_int(scratch.row_hi + row, b.choose(some, hi, NO_KEY[1]))

@@ -39,8 +39,8 @@ def read_kernel() -> Kernel:
         data = b.pointer(call["data"], call["data"], call["end"], F32)
         sums = [b.var(b.vec(0.0)) for _ in range(UNROLL)]
         for i in b.loop(0, call["steps"] * (UNROLL * LANES), UNROLL * LANES):
-            for x, total in enumerate(sums):
-                total.value = total.value + b.load(data + i + x * LANES)
+            for x, part in enumerate(sums):
+                part.value = part.value + b.load(data + i + x * LANES)
         total = sums[0].value
         for other in sums[1:]:
             total = total + other.value

@@ -28,7 +28,7 @@ class OnlineSoftmax:
     scale: Vec
     together: int
 
-    def init(self, m: Ptr, l: Ptr, a: Ptr, rows: Int) -> None:  # noqa: E741
+    def init(self, m: Ptr, l: Ptr, a: Ptr, rows: Int) -> None:
         """The empty state (-inf, 0, 0)."""
         b = self.b
         for r in b.loop(0, rows, LANES):
@@ -82,8 +82,8 @@ class OnlineSoftmax:
     def update(self, row: Int, t0: Int, lo: Int, hi: Int) -> None:
         """Take in the scores of a panel with the tile's groups [lo, hi): m, l and alpha of its rows, and S = P.
 
-        M = max(m, y); alpha = exp2(m - M); p = exp2(y - M); l = fma(l, alpha, sum of p). A row that sees nothing here, or
-        only scores of -inf, keeps its state: its alpha is 1, or multiplies zeros.
+        M = max(m, y); alpha = exp2(m - M); p = exp2(y - M); l = fma(l, alpha, sum of p). A row that sees nothing here,
+        or only scores of -inf, keeps its state: its alpha is 1, or multiplies zeros.
         """
         b, scratch = self.b, self.scratch
         start, end = t0 + lo * LANES, t0 + hi * LANES
@@ -126,7 +126,7 @@ class OnlineSoftmax:
             b.store(scratch.m_total + r, M)
             b.store(scratch.alpha + r, alpha)
             b.store(scratch.beta + r, beta)
-            l, l_span = b.load(scratch.l_total + r), b.load(scratch.l + r)  # noqa: E741
+            l, l_span = b.load(scratch.l_total + r), b.load(scratch.l + r)
             b.store(scratch.l_total + r, b.fma(l, alpha, l_span * beta))
         for r in b.loop(0, rows):
             alpha, beta = b.broadcast(scratch.alpha + r), b.broadcast(scratch.beta + r)

@@ -209,6 +209,7 @@ class Arena:
 
 
 def _aligned(nbytes: int) -> Bytes:
+    nbytes = max(nbytes, ALIGNMENT)  # an empty slice would begin where the array does, which need not be aligned
     raw: Bytes = np.empty(nbytes + ALIGNMENT - 1, np.uint8)
     address: int = raw.__array_interface__["data"][0]
     start = -address % ALIGNMENT

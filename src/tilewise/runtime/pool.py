@@ -77,8 +77,7 @@ class _Crew:
         self.go: list[_thread.LockType] = []
         self.done: list[_thread.LockType] = []
         self.threads: list[threading.Thread] = []
-        self.woken: list[None] = []
-        self.finished: list[bool] = []
+        self.tally: tuple[list[None], list[bool]] = [], []  # as long as workers were woken, and as have finished
         # Called once, by close() or when the crew is dropped; not while the interpreter exits, when nobody may wake up.
         self.dismiss = weakref.finalize(self, _send_home, self.board, self.go)
         self.dismiss.atexit = False
@@ -88,18 +87,19 @@ class _Crew:
     @property
     def idle(self) -> bool:
         """No worker is at work. False after a run only if a second interrupt tore its handling of the first one."""
-        return len(self.woken) == len(self.finished)
+        woken, finished = self.tally
+        return len(woken) == len(finished)
 
     def run(self, workers: int, work: Work, cancel: Cancel | None) -> None:
         """work(0) here, work(w) on worker w for each other w < workers; return or raise when all have stopped."""
-        self.woken.clear()
-        self.finished.clear()
         self.board.errors.clear()
+        self.tally = [], []  # one assignment, so that they are never out of step
+        woken, finished = self.tally
         try:
             self.board.work = work
-            self.woken.extend(map(_release, self.go[: workers - 1]))
+            woken.extend(map(_release, self.go[: workers - 1]))
             work(0)
-            self.finished.extend(map(_acquire, self.done[: workers - 1]))
+            finished.extend(map(_acquire, self.done[: workers - 1]))
         except BaseException as error:
             self._settle(cancel)
             self.board.errors.append((0, error))
@@ -112,8 +112,9 @@ class _Crew:
 
     def orphan(self) -> None:
         """In the child of a fork: the workers are gone. A caller that forked amid a run must not wait for them."""
-        for w, done in enumerate(self.done[: len(self.woken)], start=1):
-            if w > len(self.finished) and done.locked():
+        woken, finished = self.tally
+        for w, done in enumerate(self.done[: len(woken)], start=1):
+            if w > len(finished) and done.locked():
                 self.board.errors.append((w, RuntimeError("the process forked while a Pool was at work")))
                 done.release()
 
@@ -134,9 +135,12 @@ class _Crew:
             if cancel is not None:
                 cancel()
         finally:
-            while len(self.finished) < len(self.woken):
-                with suppress(BaseException):
-                    self.finished.extend(map(_acquire, self.done[len(self.finished) : len(self.woken)]))
+            woken, finished = self.tally
+            while len(finished) < len(woken):
+                try:  # and no `suppress`, which is Python code that can be interrupted itself
+                    finished.extend(map(_acquire, self.done[len(finished) : len(woken)]))
+                except BaseException:
+                    continue
 
 
 def _send_home(board: _Board, go: list[_thread.LockType]) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tilewise.kernels.roof import LANES, UNROLL, fma_kernel, read_kernel
-from tilewise.simd.builder import Kernel
+from tilewise.kernels.roof import UNROLL, fma_kernel, read_kernel
+from tilewise.simd.builder import LANES, Kernel
 from tilewise.simd.jit import native
 from tilewise.simd.target import Target
 

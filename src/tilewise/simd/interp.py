@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilewise.errors import KernelError
-from tilewise.simd.builder import I64, LANES, WORDS, Bool, Builder, Element, Int, IntLike, Kernel, Ptr, Value
+from tilewise.simd.builder import LANES, WORDS, Bool, Builder, Element, Int, IntLike, Kernel, Ptr, Value
 
 F32Array = NDArray[np.float32]
 _IOTA = np.arange(LANES)
@@ -81,7 +81,8 @@ def _memory(p: Ptr, count: int, kind: Any) -> Any:
     size = count * p.element.size
     if not (p.lo <= p.raw and p.raw + size <= p.hi):
         raise KernelError(f"access of {size} bytes at {p.raw:#x} outside its extent [{p.lo:#x}, {p.hi:#x})")
-    return np.frombuffer((ctypes.c_char * size).from_address(p.raw), kind)
+    memory: Any = (ctypes.c_char * size).from_address(p.raw)
+    return np.frombuffer(memory, kind)
 
 
 def _clip(count: int) -> int:

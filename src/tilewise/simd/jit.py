@@ -20,7 +20,7 @@ from pathlib import Path
 
 import llvmlite.binding as llvm
 
-from tilewise import config
+from tilewise.config import current
 from tilewise.simd.builder import Kernel
 from tilewise.simd.interp import interpret
 from tilewise.simd.lower import llvm_ir
@@ -31,7 +31,7 @@ _SIGNATURE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 _DIGEST_SIZE = 32
 _lock = threading.Lock()
 _entries: dict[tuple[str, str, bool], Entry] = {}
-_engines: list[llvm.ExecutionEngine] = []  # the owners of the loaded code
+_libraries: list[tuple[llvm.LLJIT, llvm.ResourceTracker]] = []  # the owners of the loaded code
 
 
 def _initialize() -> None:
@@ -43,7 +43,8 @@ def _machine(target: Target) -> llvm.TargetMachine:
     if target.triple != llvm.get_process_triple():
         llvm.initialize_all_targets()
         llvm.initialize_all_asmprinters()
-    return llvm.Target.from_triple(target.triple).create_target_machine(cpu=target.cpu, opt=3, reloc="pic", jit=True)
+    found = llvm.Target.from_triple(target.triple)
+    return found.create_target_machine(cpu=target.cpu, opt=3, reloc="pic", codemodel="small")
 
 
 def _optimized(text: str, machine: llvm.TargetMachine) -> llvm.ModuleRef:
@@ -73,7 +74,7 @@ def assembly(text: str, target: Target) -> str:
 
 def cache_folder() -> Path | None:
     """Where compiled kernels are kept; None where they are not."""
-    chosen = config.current().cache
+    chosen = current().cache
     if chosen == "off":
         return None
     if chosen:
@@ -136,11 +137,11 @@ def _object_of(text: str, target: Target) -> bytes:
 
 def _load(code: bytes, name: str, target: Target) -> Entry:
     _initialize()
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine(target))
-    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
-    engine.finalize_object()
-    _engines.append(engine)
-    return _SIGNATURE(engine.get_function_address(name))
+    # JITLink puts all sections of an object into one block, so the small code model's 32-bit distances always reach
+    linker = llvm.create_lljit_compiler(_machine(target), use_jit_link=True)
+    library = llvm.JITLibraryBuilder().add_object_img(code).export_symbol(name).link(linker, name)
+    _libraries.append((linker, library))
+    return _SIGNATURE(library[name])
 
 
 def _dump(folder: str, kernel: Kernel, target: Target, text: str) -> None:
@@ -159,7 +160,7 @@ def native(kernel: Kernel, target: Target, checked: bool = False) -> Entry:
             entry = _entries.get(key)
             if entry is None:
                 text = llvm_ir(kernel, target, checked)
-                if dump := config.current().dump:
+                if dump := current().dump:
                     _dump(str(dump), kernel, target, text)
                 entry = _entries[key] = _load(_object_of(text, target), kernel.name, target)
     return entry
@@ -167,7 +168,7 @@ def native(kernel: Kernel, target: Target, checked: bool = False) -> Entry:
 
 def executable(kernel: Kernel) -> Entry:
     """The kernel in the ring that the configuration asks for: native, or interpreted word by word."""
-    knobs = config.current()
+    knobs = current()
     if knobs.interpret:
         return lambda table, worker: interpret(kernel, table, worker)
     return native(kernel, current_target(), knobs.check >= 2)

@@ -8,7 +8,7 @@ from typing import Any
 
 import llvmlite.ir as ir
 
-from tilewise.simd.builder import F32, LANES, WORDS, Bool, Builder, Element, Int, IntLike, Kernel, Ptr, Value, Vec
+from tilewise.simd.builder import LANES, WORDS, Bool, Builder, Element, Int, IntLike, Kernel, Ptr, Value
 from tilewise.simd.target import Target
 
 _I1, _I32, _I64, _F = ir.IntType(1), ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -45,9 +45,8 @@ class LlvmBuilder(Builder):
         if key not in self._constants:
             scalar = {"i": _I64, "n": _I32, "v": _F}[kind]
             value = int(x) if kind in "in" else float(x)
-            self._constants[key] = (
-                ir.Constant(scalar, value) if kind == "i" else ir.Constant(ir.VectorType(scalar, LANES), [value] * LANES)
-            )
+            vector = ir.VectorType(scalar, LANES)
+            self._constants[key] = ir.Constant(scalar, value) if kind == "i" else ir.Constant(vector, [value] * LANES)
         return self._constants[key]
 
     def advance(self, pointer: Any, count: Any, element: Element) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import llvmlite.binding as llvm
 
-from tilewise import config
+from tilewise.config import current
 from tilewise.errors import TargetError
 from tilewise.simd.builder import LANES
 
@@ -29,7 +29,7 @@ class Target:
     def triple(self) -> str:
         """LLVM's name of the platform: this process's own, or Linux on another architecture."""
         if self.architecture == host_architecture():
-            return llvm.get_process_triple()
+            return str(llvm.get_process_triple())
         return f"{self.architecture}-unknown-linux-gnu"
 
     @property
@@ -69,7 +69,7 @@ TARGETS: dict[str, Target] = {
 def host_architecture() -> str:
     """x86_64 or aarch64, the first part of the triple of this process."""
     architecture = llvm.get_process_triple().split("-")[0]
-    return {"amd64": "x86_64", "arm64": "aarch64"}.get(architecture, architecture)
+    return {"amd64": "x86_64", "arm64": "aarch64"}.get(architecture, str(architecture))
 
 
 @functools.cache
@@ -99,7 +99,7 @@ def find_target(name: str | None) -> Target:
             if not missing_features(target):
                 return target
         lacking = "; ".join(f"{t.name} needs {', '.join(missing_features(t))}" for t in TARGETS.values())
-        raise TargetError(f"tilewise needs fused multiply-add and 256-bit or NEON vectors; this machine lacks: {lacking}")
+        raise TargetError(f"tilewise needs fused multiply-add and 256-bit or NEON vectors: {lacking}")
     if name not in TARGETS:
         raise TargetError(f"unknown target {name!r}; expected one of {', '.join(TARGETS)}")
     if missing := missing_features(TARGETS[name]):
@@ -109,4 +109,4 @@ def find_target(name: str | None) -> Target:
 
 def current_target() -> Target:
     """The target that the configuration asks for (TILEWISE_TARGET), else the best one here."""
-    return find_target(config.current().target)
+    return find_target(current().target)

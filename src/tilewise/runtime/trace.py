@@ -1,0 +1,143 @@
+"""The debug ladder: what TILEWISE_DEBUG prints to stderr, and what a call's time is worth.
+
+    1  the target                            once a process
+    2  a line a call: time, speed, share     every call
+    3  the plan and its reasons              every call
+    4  pseudo-code                           once a kernel
+    5  IR and assembly                       once a kernel
+
+Each level includes those before it. `launch` here stands in for the one in `launch.py` where a level is set; nothing
+of this file runs otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from tilewise.arguments import F32Array
+from tilewise.config import current
+from tilewise.plan import Plan
+from tilewise.problem import ELEMENT, Operands, Problem
+from tilewise.runtime.arena import Arena
+from tilewise.runtime.launch import Prepared
+from tilewise.runtime.launch import launch as untraced
+from tilewise.runtime.pool import Pool
+from tilewise.runtime.roof import Roof, measure_roof
+from tilewise.simd.jit import assembly
+from tilewise.simd.lower import llvm_ir
+from tilewise.simd.target import Target
+from tilewise.visibility import visible_range
+
+_shown: set[tuple[str, ...]] = set()  # what is printed only once
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a time means: the work that had to be done in it, and how near that is to the machine's limits."""
+
+    seconds: float
+    flops: int  # of both products, over visible pairs
+    nbytes: int  # that must cross memory at least once
+    workers: int
+
+    @property
+    def gflops(self) -> float:
+        return self.flops / self.seconds / 1e9
+
+    @property
+    def gbytes(self) -> float:
+        return self.nbytes / self.seconds / 1e9
+
+    def share(self, roof: Roof) -> tuple[float, str]:
+        """(the least time that `workers` cores at the roof need / the time it took, which limit sets it)."""
+        arithmetic, reads = self.flops / roof.flops, self.nbytes / roof.read
+        limit = "arithmetic" if arithmetic >= reads else "reads"
+        return max(arithmetic, reads) / self.workers / self.seconds, limit
+
+
+def speed_of(problem: Problem, plan: Plan, seconds: float) -> Speed:
+    return Speed(max(seconds, 1e-9), problem.flops(), bytes_moved(problem), plan.workers)
+
+
+def bytes_moved(problem: Problem) -> int:
+    """Bytes of queries and results, and of the keys and values that some row sees, each once."""
+    left, right = problem.bounds
+    end = problem.k_offset + problem.kv_len
+    ends = np.minimum, np.maximum
+    lo, _ = visible_range(problem.q_offset, problem.k_offset, end, left, right, *ends)
+    _, hi = visible_range(problem.q_offset + problem.rows - 1, problem.k_offset, end, left, right, *ends)
+    keys = int(np.where(problem.rows > 0, np.maximum(hi - lo, 0), 0).sum())
+    rows = int(problem.rows.sum()) * problem.H
+    width = problem.D + problem.Dv
+    return ELEMENT * (rows * (width + problem.return_lse) + keys * problem.Hkv * width)
+
+
+@functools.cache
+def roof_of(target: Target) -> Roof:
+    """The roof of one core, measured once a process."""
+    return measure_roof(target)
+
+
+def mask_of(problem: Problem) -> str:
+    """The mask in words."""
+    parts = ["causal"] * problem.causal + [f"window {problem.window}"] * (problem.window is not None)
+    return ", ".join(parts) or "no mask"
+
+
+def launch(call: Prepared, operands: Operands, arena: Arena | None, pool: Pool) -> tuple[F32Array, F32Array | None]:
+    """`launch.launch`, told about on stderr."""
+    knobs, problem, plan = current(), call.problem, call.plan
+    if _first("target", plan.target.name):
+        _say(f"target {plan.target.name} ({plan.target.vector_bits}-bit vectors, {plan.target.registers} registers)")
+    if knobs.debug < 2:
+        return untraced(call, operands, arena, pool)
+    if knobs.debug >= 3:
+        _say("plan of " + _shapes(problem) + "".join(f"\n    {line}" for line in plan.explain().splitlines()))
+    if knobs.debug >= 4 and _first("kernel", plan.shape.name, plan.target.name, str(knobs.check)):
+        _show_kernel(plan, knobs.debug, knobs.check >= 2)
+    roof = None if knobs.interpret else roof_of(plan.target)
+    begin = time.perf_counter()
+    result = untraced(call, operands, arena, pool)
+    _say(_call_line(problem, speed_of(problem, plan, time.perf_counter() - begin), roof))
+    return result
+
+
+def _call_line(problem: Problem, speed: Speed, roof: Roof | None) -> str:
+    line = f"{_shapes(problem)}: {1e3 * speed.seconds:.3f} ms  {speed.gflops:.1f} GFLOP/s  {speed.gbytes:.2f} GB/s"
+    if roof is None:
+        return f"{line}  interpreted"
+    share, limit = speed.share(roof)
+    of = f"{roof.flops / 1e9:.0f} GFLOP/s" if limit == "arithmetic" else f"{roof.read / 1e9:.1f} GB/s"
+    cores = f"{speed.workers} x {of}" if speed.workers > 1 else of
+    return f"{line}  {100 * share:.0f} % of the roof ({limit}: {cores})"
+
+
+def _shapes(problem: Problem) -> str:
+    return (
+        f"attention B {problem.B} H {problem.H} Hkv {problem.Hkv} Tq {problem.Tq} Tk {problem.Tk} D {problem.D} "
+        f"Dv {problem.Dv} {mask_of(problem)}"
+    )
+
+
+def _show_kernel(plan: Plan, level: int, checked: bool) -> None:
+    _say(f"pseudo-code\n{plan.kernel}")
+    if level >= 5:
+        text = llvm_ir(plan.kernel, plan.target, checked)
+        _say(f"IR\n{text}")
+        _say(f"assembly for {plan.target.name}\n{assembly(text, plan.target)}")
+
+
+def _first(*what: str) -> bool:
+    """Whether this is the first time that it is asked for."""
+    new = what not in _shown
+    _shown.add(what)
+    return new
+
+
+def _say(text: str) -> None:
+    print(f"tilewise: {text}", file=sys.stderr, flush=True)
