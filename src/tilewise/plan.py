@@ -14,19 +14,21 @@ from tilewise.simd.builder import LANES, Kernel
 from tilewise.simd.target import Target
 
 PANELS = (1, 2, 4, 8, LANES)
-ROWS = 384  # query rows a work item: packing K and V costs 1 / ROWS of the products
+ROWS = 384  # query rows a tile: packing K and V costs 1 / ROWS of the products
 ROW_FLOATS = 1 << 18  # of q, a and a_total of a work item together: they stay in the second-level cache
 SMALLEST_JOB = 2_000_000  # flops that repay the wake-up of another worker
+SPLIT_BELOW = 4  # query tiles a thread: with fewer, spans become work items of their own
 BATCH_FLOPS = 1_000_000_000  # between two looks at signals
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """How a problem is run. `rows` are query rows of a work item, flattened as position * group + head of the group."""
+    """How a problem is run. A query tile is `rows` query rows of a KV head, flattened as position * group + head."""
 
     target: Target
     shape: Shape
     rows: int
+    units: int  # work items a query tile: 1, or as many as it may see spans
     first_item: I64Array  # [B + 1]: the work items before each sequence's, and all of them
     workers: int
     threads: int
@@ -43,12 +45,12 @@ class Plan:
     @property
     def worker_bytes(self) -> int:
         """Scratch of one worker."""
-        return self.shape.scratch_bytes(self.rows)
+        return self.shape.worker_bytes(self.rows)
 
     @property
     def scratch_bytes(self) -> int:
-        """What the call takes from the arena: a slice for each worker."""
-        return self.workers * self.worker_bytes
+        """What the call takes from the arena: a slice for each thread, also for one that a small call does not wake."""
+        return self.threads * self.worker_bytes
 
     def explain(self) -> str:
         """The choices and their reasons, a line each."""
@@ -56,9 +58,11 @@ class Plan:
         return "\n".join(
             (
                 f"target {t.name}: {t.registers} registers of {t.vector_bits} bits, a register tile of {s.mr} x {s.nr}",
-                f"rows {self.rows} a work item: packing K and V costs 1 / rows of the products; all fit the cache",
+                f"rows {self.rows} a query tile: packing K and V costs 1 / rows of the products; all fit the cache",
                 f"panel {s.panel} rows go through a tile of Bc {s.Bc} keys together",
-                f"{self.items} work items, at least {SMALLEST_JOB} flops for each of {self.workers} workers "
+                f"{self.items} work items, {self.units} a query tile"
+                + (f": fewer than {SPLIT_BELOW} tiles a thread, so each span is one" if self.units > 1 else ""),
+                f"at least {SMALLEST_JOB} flops for each of {self.workers} workers "
                 f"(of {self.threads} threads), {self.batch} items between two looks at signals",
                 f"scratch {self.worker_bytes} bytes a worker, whatever Tk is",
             )
@@ -71,12 +75,13 @@ def make_plan(problem: Problem, target: Target, threads: int) -> Plan:
     panel = next((p for p in PANELS if rows <= p), LANES)
     shape = Shape(problem.D, problem.Dv, problem.bc, panel, *target.register_tile(panel))
     tiles = -(-problem.rows * problem.group // rows)
+    units = _spans(problem, rows) if threads > 1 and tiles.sum() * problem.Hkv < SPLIT_BELOW * threads else 1
     first_item = np.zeros(problem.B + 1, np.int64)
-    np.cumsum(tiles * problem.Hkv, out=first_item[1:])
+    np.cumsum(tiles * (problem.Hkv * units), out=first_item[1:])
     items, flops = int(first_item[-1]), problem.flops()
     workers = max(1, min(threads, items, 1 + flops // SMALLEST_JOB))
     batch = max(1, BATCH_FLOPS * items // max(1, flops))
-    return Plan(target, shape, rows, first_item, workers, threads, batch)
+    return Plan(target, shape, rows, units, first_item, workers, threads, batch)
 
 
 def _rows(problem: Problem) -> int:
@@ -86,3 +91,10 @@ def _rows(problem: Problem) -> int:
     if wanted > LANES:
         wanted = up_to(LANES, wanted)
     return max(1, min(wanted, problem.Tq * problem.group))
+
+
+def _spans(problem: Problem, rows: int) -> int:
+    """How many spans the keys that a query tile sees may touch, at most."""
+    left, right = problem.bounds
+    keys = min(int(problem.kv_len.max(initial=0)), left + right + 1 + -(-rows // max(1, problem.group)))
+    return (keys + problem.span - 2) // problem.span + 1 if keys else 1

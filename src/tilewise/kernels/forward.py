@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from tilewise.kernels import pack
 from tilewise.kernels.microkernel import accumulators, outer_products, scores, weighted_sum, widths
 from tilewise.kernels.softmax import OnlineSoftmax
-from tilewise.kernels.tables import CALL, NO_KEY, SEQUENCE, Row, Scratch, Shape, up_to
+from tilewise.kernels.tables import CALL, NO_KEY, SEQUENCE, Fields, Row, Shape, size_of, up_to
 from tilewise.simd.builder import F32, I64, LANES, Builder, Int, Kernel, Ptr, Vec
 from tilewise.simd.math import LOG2E, NEG_INF
 
@@ -25,15 +25,14 @@ def forward_kernel(shape: Shape) -> Kernel:
 
     def body(b: Builder, table: Int, worker: Int) -> None:
         call = Row(b, table, CALL)
-        scratch = Scratch(b, shape, call["scratch"] + worker * call["scratch_bytes"], call["rows"])
-        for descriptor, item in work_items(b, call):
-            Item(b, shape, call, Row(b, descriptor, SEQUENCE), scratch, item).run()
+        for descriptor, item, claimed in work_items(b, call):
+            Item(b, shape, call, Row(b, descriptor, SEQUENCE), worker, item, claimed).run()
 
     return Kernel(shape.name, body)
 
 
-def work_items(b: Builder, call: Row) -> Iterator[tuple[Int, Int]]:
-    """Claim work items until none is left or `batch` are taken: (descriptor's address, item of that sequence)."""
+def work_items(b: Builder, call: Row) -> Iterator[tuple[Int, Int, Int]]:
+    """Claim items until none is left or `batch` are taken: (descriptor's address, item of its sequence, of all)."""
     items, size = call["items"], 8 * len(SEQUENCE)
 
     def first_item(descriptor: Int) -> Int:
@@ -45,7 +44,7 @@ def work_items(b: Builder, call: Row) -> Iterator[tuple[Int, Int]]:
     for _ in b.repeat(lambda: claimed.value < items):
         for _ in b.repeat(lambda: first_item(descriptor.value + size) <= claimed.value):
             descriptor.value = descriptor.value + size
-        yield descriptor.value, claimed.value - first_item(descriptor.value)
+        yield descriptor.value, claimed.value - first_item(descriptor.value), claimed.value
         taken.value = taken.value + 1
         last = taken.value >= call["batch"]
         claimed.value = items
@@ -54,33 +53,90 @@ def work_items(b: Builder, call: Row) -> Iterator[tuple[Int, Int]]:
 
 
 class Item:
-    """One work item: count rows from `start` on of one KV head of a sequence."""
+    """A work item: a query tile, `count` rows from `start` on of one KV head of a sequence; all its spans, or one.
 
-    def __init__(self, b: Builder, shape: Shape, call: Row, sequence: Row, scratch: Scratch, item: Int) -> None:
-        self.b, self.shape, self.call, self.sequence, self.scratch = b, shape, call, sequence, scratch
-        tiles = (sequence["rows"] + call["rows"] - 1) // call["rows"]
-        self.kv_head = item // tiles
+    Where spans are work items of their own (units > 1), they are claimed in ascending order and merged in that order:
+    a worker waits for its turn, which an earlier claim always precedes. The total then lies in the slot of the tile,
+    reused `slots` tiles later, when its progress says that the tile is done. Otherwise the total is the worker's own.
+    """
+
+    def __init__(
+        self, b: Builder, shape: Shape, call: Row, sequence: Row, worker: Int, item: Int, claimed: Int
+    ) -> None:
+        self.b, self.shape, self.call, self.sequence = b, shape, call, sequence
+        units, rows, slots = call["units"], call["rows"], call["slots"]
+        tiles = (sequence["rows"] + rows - 1) // rows
+        self.split = units > 1
+        self.unit, tile, tile_of_all = item % units, item // units, claimed // units
+        self.kv_head = tile // tiles
         # the last tile of a head sees the most keys under a causal mask: take it first, so that workers end together
-        self.start = (tiles - 1 - item % tiles) * call["rows"]
-        self.count = b.imin(call["rows"], sequence["rows"] - self.start)
+        self.start = (tiles - 1 - tile % tiles) * rows
+        self.count = b.imin(rows, sequence["rows"] - self.start)
         self.padded = up_to(shape.panel, self.count)
+        self.turn = tile_of_all // slots * units + self.unit
+        slot = b.choose(self.split, tile_of_all % slots, worker)
+        end = call["progress"] + 8 * slots
+        self.progress = b.pointer(call["progress"] + 8 * slot, call["progress"], end, I64)
+        address = call["scratch"] + worker * call["scratch_bytes"]
+        self.scratch = Fields(b, shape.scratch_fields(), address, rows)
+        self.own_address = address + size_of(shape.scratch_fields(), rows)
+        state_bytes = size_of(shape.state_fields(), rows)
+        self.total_address = self.own_address + state_bytes + (slot - worker) * call["scratch_bytes"]
+        self.total = self.state_at(self.total_address)
         scale = b.broadcast(call.cell("scale", F32))
-        self.softmax = OnlineSoftmax(b, shape, scratch, scale, together=min(shape.panel, 4))
+        self.softmax = OnlineSoftmax(b, shape, self.scratch, scale, together=min(shape.panel, 4))
+
+    def state_at(self, address: Int) -> Fields:
+        return Fields(self.b, self.shape.state_fields(), address, self.call["rows"])
 
     def run(self) -> None:
         """Rows in, spans in ascending order, rows out."""
-        b, scratch, span = self.b, self.scratch, self.call["span"]
-        self.softmax.init(scratch.m_total, scratch.l_total, scratch.a_total, self.padded)
+        b, span, softmax = self.b, self.call["span"], self.softmax
         self.rows_in()
-        lo, hi = pack.panel_ranges(b, self.shape, scratch, self.padded)
-        for s0 in b.loop(lo // span * span, hi, span):
-            self.softmax.init(scratch.m, scratch.l, scratch.a, self.padded)
-            self.span(b.imax(s0, lo), b.imin(s0 + span, hi))
-            self.softmax.merge(self.padded)
-        self.softmax.finalize(self.padded)
-        self.rows_out()
+        lo, hi = pack.panel_ranges(b, self.shape, self.scratch, self.padded)
+        first, end = lo // span, (hi + span - 1) // span
+        begin = first + self.unit
+        for s in b.loop(begin, b.choose(self.split, b.imin(begin + 1, end), end)):
+            # the first span of an empty total is the total: no merge
+            alone = s.equals(first) & ~self.split & self.call["sinks"].equals(0)
+            state = self.state_at(b.choose(alone, self.total_address, self.own_address))
+            softmax.init(state, self.padded)
+            self.span(state, b.imax(s * span, lo), b.imin((s + 1) * span, hi))
+            softmax.canonicalize(state, self.padded)
+            for _ in b.when(~alone):
+                self.wait()
+                for _ in b.when(s.equals(first)):
+                    self.init_total()
+                softmax.merge(self.total, state, self.padded)
+        self.wait()
+        for _ in b.when(self.unit.equals(self.call["units"] - 1)):
+            softmax.finalize(self.total, self.padded)
+            self.rows_out()
+        b.store_release(self.progress, self.turn + 1)
 
-    def span(self, lo: Int, hi: Int) -> None:
+    def wait(self) -> None:
+        """Until all earlier spans of this tile are merged, and the tile that had its slot is done."""
+        b = self.b
+        for _ in b.repeat(
+            lambda: self.split & (b.load_acquire(self.progress) < self.turn) & b.load_acquire(self.abort).equals(0)
+        ):
+            b.pause()
+
+    @property
+    def abort(self) -> Ptr:
+        return self.call.cell("abort")
+
+    def init_total(self) -> None:
+        """The total of a tile before its first span: empty, or its sinks at (z log2 e, 1, 0)."""
+        b, total = self.b, self.total
+        self.softmax.init(total, self.padded)
+        for _ in b.when(~self.call["sinks"].equals(0)):
+            for r in b.loop(0, self.count):
+                _, head = self.place(r)
+                b.store_lane(total.m + r, self.sink(head) * b.vec(LOG2E), 0)
+                b.store_lane(total.l + r, b.vec(1.0), 0)
+
+    def span(self, state: Fields, lo: Int, hi: Int) -> None:
         """The keys at positions [lo, hi) of one span, by tiles anchored at position 0."""
         b, shape, scratch, Bc = self.b, self.shape, self.scratch, self.shape.Bc
         for t0 in b.loop(lo // Bc * Bc, hi, Bc):
@@ -94,11 +150,11 @@ class Item:
                 for _ in b.when(panel_lo < panel_hi):
                     groups = panel_lo // LANES, up_to(LANES, panel_hi) // LANES
                     self.scores(row, *groups)
-                    self.softmax.update(row, t0, *groups)
+                    self.softmax.update(state, row, t0, *groups)
                     for _ in b.when(finite):
-                        self.weighted_sum(row, panel_lo, panel_hi)
+                        self.weighted_sum(state, row, panel_lo, panel_hi)
                     for _ in b.when(~finite):
-                        self.weighted_sum_by_row(row, t0)
+                        self.weighted_sum_by_row(state, row, t0)
 
     def tile_of(self, name: str, t0: Int) -> Ptr:
         """Key or value t0 of the KV head, which need not exist."""
@@ -113,15 +169,15 @@ class Item:
         queries = scratch.queries + row * up_to(LANES, shape.D)
         scores(self.b, shape.panel, shape.mr, nr, shape.D, queries, scratch.keys, scratch.S, shape.columns, lo, hi)
 
-    def weighted_sum(self, row: Int, lo: Int, hi: Int) -> None:
+    def weighted_sum(self, state: Fields, row: Int, lo: Int, hi: Int) -> None:
         """a = alpha * a + P @ V for a panel and keys [lo, hi): a key that a row does not see has weight 0 there."""
         shape, scratch = self.shape, self.scratch
         weighted_sum(
-            self.b, shape.panel, shape.mr, shape.nr, scratch.a + row * shape.width, shape.width, scratch.alpha + row,
+            self.b, shape.panel, shape.mr, shape.nr, state.a + row * shape.width, shape.width, scratch.alpha + row,
             scratch.S, shape.columns, scratch.values, lo, hi,
         )  # fmt: skip
 
-    def weighted_sum_by_row(self, row: Int, t0: Int) -> None:
+    def weighted_sum_by_row(self, state: Fields, row: Int, t0: Int) -> None:
         """The same where a value is not finite: each row walks its own keys, since 0 * inf would not be nothing."""
         b, shape, scratch = self.b, self.shape, self.scratch
         for x in b.loop(0, shape.panel):
@@ -129,7 +185,7 @@ class Item:
             hi = b.imin(b.load_int(scratch.row_hi + row + x) - t0, shape.Bc)
             for _ in b.when((lo < hi) & b.any(b.vec(0.0) < b.broadcast(scratch.seen + x))):
                 for c in b.loop(0, shape.width, LANES):
-                    a = scratch.a + (row + x) * shape.width + c
+                    a = state.a + (row + x) * shape.width + c
                     acc = accumulators(b, 1, 1)
                     acc[0][0].value = b.broadcast(scratch.alpha + row + x) * b.load(a)
                     weights = scratch.S + x * shape.columns
@@ -148,15 +204,12 @@ class Item:
         return self.b.pointer(self.sequence[name], call[name + "_lo"], call[name + "_hi"]) + offset
 
     def rows_in(self) -> None:
-        """Pack the queries, find what each row sees, start its total with its sink."""
+        """Pack the queries and find what each row sees."""
         b, shape, call, scratch = self.b, self.shape, self.call, self.scratch
         for r in b.loop(0, self.count):
             i, head = self.place(r)
             pack.pack_query(b, shape, self.address("q", i, head), scratch.queries + r * up_to(LANES, shape.D))
             pack.row_ranges(b, call, self.sequence, scratch, r, self.sequence["q_offset"] + i)
-            for _ in b.when(~call["sinks"].equals(0)):
-                b.store_lane(scratch.m_total + r, self.sink(head) * b.vec(LOG2E), 0)
-                b.store_lane(scratch.l_total + r, b.vec(1.0), 0)
         for r in b.loop(self.count, self.padded):  # rows that fill the last panel see nothing
             pack.no_query(b, shape, scratch, r)
 
@@ -177,6 +230,6 @@ class Item:
                 for _ in b.when(~self.call["sinks"].equals(0)):
                     b.store_lane(scratch.lse + r, self.sink(head), 0)
             for _ in b.when(~empty):
-                pack.unpack_row(b, shape.Dv, target, functools.partial(self.softmax.output, r))
+                pack.unpack_row(b, shape.Dv, target, functools.partial(self.softmax.output, self.total, r))
             for _ in b.when(~self.sequence["lse"].equals(0)):
                 b.store_lane(self.address("lse", i, head), b.broadcast(scratch.lse + r), 0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tilewise.kernels.tables import NO_KEY, Row, Scratch, Shape, up_to
+from tilewise.kernels.tables import NO_KEY, Fields, Row, Shape, up_to
 from tilewise.simd.builder import LANES, Bool, Builder, Int, IntLike, Ptr, Vec
 from tilewise.simd.math import transpose
 from tilewise.visibility import visible_range
@@ -25,7 +25,7 @@ def pack_query(b: Builder, shape: Shape, source: Ptr, target: Ptr) -> None:
         b.store(target + whole, b.load_part(source + whole, shape.D % LANES))
 
 
-def no_query(b: Builder, shape: Shape, scratch: Scratch, row: Int) -> None:
+def no_query(b: Builder, shape: Shape, scratch: Fields, row: Int) -> None:
     """A row that fills a panel: zeros, and no visible key."""
     for d in b.loop(0, up_to(LANES, shape.D), LANES):
         b.store(scratch.queries + row * up_to(LANES, shape.D) + d, b.vec(0.0))
@@ -33,7 +33,7 @@ def no_query(b: Builder, shape: Shape, scratch: Scratch, row: Int) -> None:
     b.store_int(scratch.row_hi + row, NO_KEY[1])
 
 
-def row_ranges(b: Builder, call: Row, sequence: Row, scratch: Scratch, row: Int, position: Int) -> None:
+def row_ranges(b: Builder, call: Row, sequence: Row, scratch: Fields, row: Int, position: Int) -> None:
     """The keys that a row sees, as absolute positions [lo, hi)."""
     first = sequence["first_key"]
     lo, hi = visible_range(position, first, first + sequence["keys"], call["left"], call["right"], b.imin, b.imax)
@@ -42,7 +42,7 @@ def row_ranges(b: Builder, call: Row, sequence: Row, scratch: Scratch, row: Int,
     b.store_int(scratch.row_hi + row, b.choose(some, hi, NO_KEY[1]))
 
 
-def panel_ranges(b: Builder, shape: Shape, scratch: Scratch, rows: Int) -> tuple[Int, Int]:
+def panel_ranges(b: Builder, shape: Shape, scratch: Fields, rows: Int) -> tuple[Int, Int]:
     """For each panel the union and the intersection of its rows' ranges; for the work item the union."""
     item_lo, item_hi = b.var(b.integer(NO_KEY[0])), b.var(b.integer(NO_KEY[1]))
     for r in b.loop(0, rows, shape.panel):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilewise.kernels.tables import Scratch, Shape
+from tilewise.kernels.tables import Fields, Shape
 from tilewise.simd.builder import LANES, Builder, Int, IntLike, Mask, Ptr, Vec
 from tilewise.simd.math import LN2, LOG2E, NAN, NEG_INF, exp2, fold, log2
 
@@ -24,18 +24,18 @@ class OnlineSoftmax:
 
     b: Builder
     shape: Shape
-    scratch: Scratch
+    scratch: Fields
     scale: Vec
     together: int
 
-    def init(self, m: Ptr, l: Ptr, a: Ptr, rows: Int) -> None:
+    def init(self, state: Fields, rows: Int) -> None:
         """The empty state (-inf, 0, 0)."""
         b = self.b
         for r in b.loop(0, rows, LANES):
-            b.store(m + r, b.vec(NEG_INF))
-            b.store(l + r, b.vec(0.0))
+            b.store(state.m + r, b.vec(NEG_INF))
+            b.store(state.l + r, b.vec(0.0))
         for i in b.loop(0, rows * self.shape.width, LANES):
-            b.store(a + i, b.vec(0.0))
+            b.store(state.a + i, b.vec(0.0))
 
     def scale_and_max(self, row: Int, t0: Int, lo: Int, hi: Int, masked: bool) -> None:
         """S to base-2 scores y over groups [lo, hi), -inf where a row does not see; lanes[r] = maxima by lane."""
@@ -79,7 +79,7 @@ class OnlineSoftmax:
         rows = [b.load(self.scratch.lanes + r * LANES) for r in range(panel)]
         return fold(b, rows + [b.vec(0.0)] * (LANES - panel), operation)
 
-    def update(self, row: Int, t0: Int, lo: Int, hi: Int) -> None:
+    def update(self, state: Fields, row: Int, t0: Int, lo: Int, hi: Int) -> None:
         """Take in the scores of a panel with the tile's groups [lo, hi): m, l and alpha of its rows, and S = P.
 
         M = max(m, y); alpha = exp2(m - M); p = exp2(y - M); l = fma(l, alpha, sum of p). A row that sees nothing here,
@@ -94,7 +94,7 @@ class OnlineSoftmax:
             self.scale_and_max(row, t0, lo, hi, masked=False)
         for _ in b.when(~full):
             self.scale_and_max(row, t0, lo, hi, masked=True)
-        tile_max, m = self.fold_lanes("max"), b.load(scratch.m + row)
+        tile_max, m = self.fold_lanes("max"), b.load(state.m + row)
         M = b.max(m, tile_max)
         alpha = exp2(b, m - shift(b, M))
         b.store(scratch.shift, shift(b, M))
@@ -103,9 +103,9 @@ class OnlineSoftmax:
         nothing = tile_max.equals(b.vec(NEG_INF)) & t.equals(b.vec(0.0))
         b.store(scratch.seen, b.where(nothing, b.vec(0.0), b.vec(1.0)))
         panel = self.shape.panel
-        self._store_rows(scratch.m + row, M, panel)
+        self._store_rows(state.m + row, M, panel)
         self._store_rows(scratch.alpha + row, alpha, panel)
-        self._store_rows(scratch.l + row, b.fma(b.load(scratch.l + row), alpha, t), panel)
+        self._store_rows(state.l + row, b.fma(b.load(state.l + row), alpha, t), panel)
 
     def _store_rows(self, p: Ptr, x: Vec, count: int) -> None:
         if count == LANES:
@@ -113,40 +113,43 @@ class OnlineSoftmax:
         else:
             self.b.store_part(p, x, count)
 
-    def merge(self, rows: Int) -> None:
-        """Merge the span's (m, l, a) into the total: M = max, l = fma(l, alpha, l' * beta), a likewise.
+    def canonicalize(self, state: Fields, rows: Int) -> None:
+        """Zeros of a are made +0 at the end of a span."""
+        b = self.b
+        for i in b.loop(0, rows * self.shape.width, LANES):
+            b.store(state.a + i, b.load(state.a + i) + b.vec(0.0))
 
-        With shift() for M this is the identity where either side is empty. Zeros of a' are made +0 first.
+    def merge(self, total: Fields, state: Fields, rows: Int) -> None:
+        """Merge a span's state into the total: M = max, l = fma(l, alpha, l' * beta), a likewise.
+
+        With shift() for M this is the identity where either side is empty.
         """
         b, scratch, width = self.b, self.scratch, self.shape.width
         for r in b.loop(0, rows, LANES):
-            m, m_span = b.load(scratch.m_total + r), b.load(scratch.m + r)
+            m, m_span = b.load(total.m + r), b.load(state.m + r)
             M = b.max(m, m_span)
             alpha, beta = exp2(b, m - shift(b, M)), exp2(b, m_span - shift(b, M))
-            b.store(scratch.m_total + r, M)
+            b.store(total.m + r, M)
             b.store(scratch.alpha + r, alpha)
             b.store(scratch.beta + r, beta)
-            l, l_span = b.load(scratch.l_total + r), b.load(scratch.l + r)
-            b.store(scratch.l_total + r, b.fma(l, alpha, l_span * beta))
+            l, l_span = b.load(total.l + r), b.load(state.l + r)
+            b.store(total.l + r, b.fma(l, alpha, l_span * beta))
         for r in b.loop(0, rows):
             alpha, beta = b.broadcast(scratch.alpha + r), b.broadcast(scratch.beta + r)
             for c in b.loop(r * width, r * width + width, LANES):
-                a_span = b.load(scratch.a + c) + b.vec(0.0)
-                b.store(scratch.a_total + c, b.fma(b.load(scratch.a_total + c), alpha, a_span * beta))
+                b.store(total.a + c, b.fma(b.load(total.a + c), alpha, b.load(state.a + c) * beta))
 
-    def finalize(self, rows: Int) -> None:
+    def finalize(self, total: Fields, rows: Int) -> None:
         """lse = (m + log2 l) ln 2 of every row, a natural logarithm."""
-        b, scratch = self.b, self.scratch
+        b = self.b
         for r in b.loop(0, rows, LANES):
-            lse = (b.load(scratch.m_total + r) + log2(b, b.load(scratch.l_total + r))) * b.vec(LN2)
-            b.store(scratch.lse + r, canonical(b, lse))
+            lse = (b.load(total.m + r) + log2(b, b.load(total.l + r))) * b.vec(LN2)
+            b.store(self.scratch.lse + r, canonical(b, lse))
 
-    def output(self, row: Int, column: IntLike) -> Vec:
+    def output(self, total: Fields, row: Int, column: IntLike) -> Vec:
         """o = a / l, 16 columns of a row."""
-        b, scratch = self.b, self.scratch
-        return canonical(
-            b, b.load(scratch.a_total + row * self.shape.width + column) / b.broadcast(scratch.l_total + row)
-        )
+        b = self.b
+        return canonical(b, b.load(total.a + row * self.shape.width + column) / b.broadcast(total.l + row))
 
 
 def canonical(b: Builder, x: Vec) -> Vec:

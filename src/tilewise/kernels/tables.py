@@ -14,7 +14,8 @@ from tilewise.simd.builder import F32, I64, LANES, Builder, Element, Int, Ptr
 CALL = (
     "sequences", "items", "counter", "batch",  # the descriptors; work items, the next one to claim, claims a run
     "scratch", "scratch_bytes",  # the first worker's scratch, the bytes of one worker
-    "rows", "group", "left", "right", "span",  # rows a work item; H // Hkv; keys seen before and after a row's own
+    "rows", "group", "left", "right", "span",  # rows a query tile; H // Hkv; keys seen before and after a row's own
+    "units", "progress", "slots", "abort",  # work items a query tile; whose turn it is, a cell a slot; 1: do not wait
     "scale", "sinks", "sinks_lo", "sinks_hi",  # scale is a float32 in its cell; sinks 0: none
     "q_row", "q_head", "k_row", "k_head", "v_row", "v_head", "o_row", "o_head", "lse_row", "lse_head",
     "q_lo", "q_hi", "k_lo", "k_hi", "v_lo", "v_hi", "o_lo", "o_hi", "lse_lo", "lse_hi",
@@ -32,6 +33,17 @@ Size = TypeVar("Size", int, Int)
 def up_to(multiple: int, n: Size) -> Size:
     """n rounded up to a multiple."""
     return (n + (multiple - 1)) // multiple * multiple
+
+
+# A field of scratch: (name, elements, further elements a row, element). Rows are counted in whole vectors, so that
+# every field begins on a cache line.
+Field = tuple[str, int, int, Element]
+
+
+def size_of(fields: list[Field], rows: Size) -> Size:
+    """Bytes of a list of fields."""
+    total = up_to(LANES, rows) * sum(each * element.size for _, _, each, element in fields)
+    return total + sum(fixed * element.size for _, fixed, _, element in fields)
 
 
 @dataclass(frozen=True)
@@ -59,11 +71,12 @@ class Shape:
         """Bc in whole vectors."""
         return up_to(LANES, self.Bc)
 
-    def scratch_fields(self) -> list[tuple[str, int, int, Element]]:
-        """The scratch of one worker: (name, elements, further elements a row, element).
+    def state_fields(self) -> list[Field]:
+        """The softmax state of a query tile's rows."""
+        return [("m", 0, 1, F32), ("l", 0, 1, F32), ("a", 0, self.width, F32)]
 
-        Rows are counted in whole vectors, so every field begins on a cache line.
-        """
+    def scratch_fields(self) -> list[Field]:
+        """The scratch of one worker, beside two states: its span's, and a total."""
         return [
             ("keys", self.D * self.columns, 0, F32),  # packed: [group of 16 keys][D][16]
             ("values", self.columns * self.width, 0, F32),  # packed: [key][Dv]
@@ -72,17 +85,14 @@ class Shape:
             ("shift", LANES, 0, F32),  # M of each row of the panel, 0 where M is -inf
             ("seen", LANES, 0, F32),  # 0 where all that a row sees of this tile is -inf
             ("queries", 0, up_to(LANES, self.D), F32),
-            ("m", 0, 1, F32), ("l", 0, 1, F32), ("a", 0, self.width, F32),  # of this span
-            ("m_total", 0, 1, F32), ("l_total", 0, 1, F32), ("a_total", 0, self.width, F32),
             ("alpha", 0, 1, F32), ("beta", 0, 1, F32), ("lse", 0, 1, F32),
             ("row_lo", 0, 1, I64), ("row_hi", 0, 1, I64),
             ("panel_lo", 0, 1, I64), ("panel_lo_max", 0, 1, I64), ("panel_hi_min", 0, 1, I64), ("panel_hi", 0, 1, I64),
         ]  # fmt: skip
 
-    def scratch_bytes(self, rows: int) -> int:
-        """Bytes of scratch that one worker needs for work items of that many rows."""
-        rows = up_to(LANES, rows)
-        return sum((fixed + rows * each) * element.size for _, fixed, each, element in self.scratch_fields())
+    def worker_bytes(self, rows: int) -> int:
+        """Bytes of scratch for a worker, for query tiles of that many rows."""
+        return size_of(self.scratch_fields(), rows) + 2 * size_of(self.state_fields(), rows)
 
 
 class Row:
@@ -102,13 +112,13 @@ class Row:
         return self.b.pointer(self.address + 8 * self._index[name], self.address, self._end, element)
 
 
-class Scratch:
-    """One worker's scratch: a pointer a field, each with its own extent."""
+class Fields:
+    """Memory laid out by a list of fields: a pointer a field, each with its own extent."""
 
-    def __init__(self, b: Builder, shape: Shape, address: Int, rows: Int) -> None:
+    def __init__(self, b: Builder, fields: list[Field], address: Int, rows: Int) -> None:
         self._fields: dict[str, Ptr] = {}
         rows = up_to(LANES, rows)
-        for name, fixed, each, element in shape.scratch_fields():
+        for name, fixed, each, element in fields:
             end = address + (rows * each + fixed) * element.size
             self._fields[name] = b.pointer(address, address, end, element)
             address = end

@@ -20,7 +20,7 @@ from tilewise.simd.jit import Entry, executable
 
 # Where an address in the tables starts from: nothing, the tables themselves, or an array of the call.
 BASES = ("none", "tables", "scratch", "q", "k", "v", "o", "lse", "sinks")
-_COUNTER = CALL_INDEX["counter"]
+_COUNTER, _ABORT = CALL_INDEX["counter"], CALL_INDEX["abort"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +48,7 @@ def prepare(problem: Problem, plan: Plan) -> Prepared:
     left, right = problem.bounds
     for name, value in (
         ("items", plan.items), ("batch", plan.batch), ("scratch_bytes", plan.worker_bytes), ("rows", plan.rows),
+        ("units", plan.units), ("slots", plan.workers),
         ("group", problem.group), ("left", left), ("right", right), ("span", problem.span),
         ("scale", struct.unpack("<q", struct.pack("<fi", problem.scale, 0))[0]),
     ):  # fmt: skip
@@ -61,10 +62,11 @@ def prepare(problem: Problem, plan: Plan) -> Prepared:
             put(name + "_row", view.row)
             put(name + "_head", view.head)
     sequences, sequence_base = _sequences(problem, plan)
+    put("progress", call.nbytes + sequences.nbytes, "tables")
+    progress = np.zeros(plan.workers, np.int64)
     return Prepared(
-        problem, plan, executable(plan.kernel),
-        np.concatenate([call, sequences.ravel()]), np.concatenate([call_base, sequence_base.ravel()]),
-        plan.scratch_bytes,
+        problem, plan, executable(plan.kernel), np.concatenate([call, sequences.ravel(), progress]),
+        np.concatenate([call_base, sequence_base.ravel(), progress.astype(np.intp)]), plan.scratch_bytes,
     )  # fmt: skip
 
 
@@ -117,6 +119,7 @@ def _run(call: Prepared, tables: I64Array, address: int, pool: Pool) -> None:
     def work(worker: int) -> None:
         while tables[_COUNTER] < items:  # a run of the kernel ends after `batch` items, to let signals in
             if fault := entry(address, worker):
+                tables[_ABORT] = 1  # those that wait for this worker's span must not wait for ever
                 raise KernelError(f"{call.plan.shape.name}: access out of bounds at {fault:#x}")
 
     def cancel() -> None:

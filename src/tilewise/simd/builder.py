@@ -47,6 +47,8 @@ WORDS: dict[str, str] = {
     # memory
     "load": "p>v", "load_part": "pi>v", "broadcast": "p>v", "load_int": "p>i", "prefetch": "p>",
     "store": "pv>", "store_part": "pvi>", "store_lane": "pv>", "store_int": "pi>", "fetch_add": "pi>i",
+    # between threads
+    "load_acquire": "p>i", "store_release": "pi>", "pause": ">",
 }  # fmt: skip
 
 
@@ -361,6 +363,17 @@ class Builder(ABC):
     def fetch_add(self, p: Ptr, x: IntLike) -> Int:
         """Add x to the integer at p atomically; the value before."""
         return Int(self, self.word("fetch_add", p, self.integer(x).raw))
+
+    def load_acquire(self, p: Ptr) -> Int:
+        """The integer at p; what its writer wrote before store_release is seen after."""
+        return Int(self, self.word("load_acquire", p))
+
+    def store_release(self, p: Ptr, x: IntLike) -> None:
+        self.word("store_release", p, self.integer(x).raw)
+
+    def pause(self) -> None:
+        """Wait a moment inside a loop that waits for another thread."""
+        self.word("pause")
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ bit. Slow: for small problems only.
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -172,6 +173,9 @@ _MEANING: dict[str, Callable[..., Any]] = {
     "store_lane": _store_lane,
     "store_int": _store_int,
     "fetch_add": _fetch_add,
+    "load_acquire": lambda p: int(_memory(p, 1, np.int64)[0]),
+    "store_release": _store_int,
+    "pause": lambda: time.sleep(0),
 }
 assert _MEANING.keys() == WORDS.keys()
 

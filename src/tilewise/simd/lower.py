@@ -8,7 +8,7 @@ from typing import Any
 
 import llvmlite.ir as ir
 
-from tilewise.simd.builder import LANES, WORDS, Bool, Builder, Element, Int, IntLike, Kernel, Ptr, Value
+from tilewise.simd.builder import I64, LANES, WORDS, Bool, Builder, Element, Int, IntLike, Kernel, Ptr, Value
 from tilewise.simd.target import Target
 
 _I1, _I32, _I64, _F = ir.IntType(1), ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -180,6 +180,13 @@ def _prefetch(b: LlvmBuilder, p: Ptr, locality: int) -> None:
     b.intrinsic("llvm.prefetch.p0", ir.VoidType(), p.raw, read, ir.Constant(_I32, locality), data)
 
 
+def _pause(b: LlvmBuilder) -> None:
+    if b.module.triple.startswith("x86_64"):
+        b.intrinsic("llvm.x86.sse2.pause", ir.VoidType())
+    else:
+        b.intrinsic("llvm.aarch64.hint", ir.VoidType(), ir.Constant(_I32, 1))  # YIELD
+
+
 def _fetch_add(b: LlvmBuilder, p: Ptr, x: Any) -> Any:
     return b.ir.atomic_rmw("add", b.guard_elements(p, 1), x, "monotonic")
 
@@ -232,6 +239,10 @@ _LOWERING: dict[str, Callable[..., Any]] = {
     "store_lane": _store_lane,
     "store_int": lambda b, p, x: b.ir.store(x, b.guard_elements(p, 1), align=p.element.size),
     "fetch_add": _fetch_add,
+    "load_acquire": lambda b, p: b.ir.load_atomic(b.guard_elements(p, 1), "acquire", I64.size, typ=_I64),
+    # llvmlite's atomic store knows no opaque pointers: an exchange whose result is dropped
+    "store_release": lambda b, p, x: b.ir.atomic_rmw("xchg", b.guard_elements(p, 1), x, "release"),
+    "pause": _pause,
 }
 assert _LOWERING.keys() == WORDS.keys()
 
