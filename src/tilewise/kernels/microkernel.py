@@ -45,7 +45,7 @@ def scores(
 ) -> None:
     """S[r, 16g : 16g + 16] = Q[r] . K for the groups lo <= g < hi of a tile, for every row of a panel."""
     query_row = -(-D // LANES) * LANES
-    for r in b.loop(0, rows, mr):
+    for r, mr in row_blocks(b, rows, mr):
         for group, width in _steps(b, lo, hi, nr):
             acc = accumulators(b, mr, width)
             tile = keys + group * (LANES * D)
@@ -60,7 +60,7 @@ def weighted_sum(
     lo: Int, hi: Int,
 ) -> None:  # fmt: skip
     """a[r] = alpha[r] * a[r] + P[r, lo:hi] @ V[lo:hi] for every row of a panel."""
-    for r in b.loop(0, rows, mr):
+    for r, mr in row_blocks(b, rows, mr):
         c = 0
         for n in widths(width // LANES, nr):
             acc = accumulators(b, mr, n)
@@ -73,6 +73,17 @@ def weighted_sum(
                 for y in range(n):
                     b.store(a + (r + x) * width + (c + y * LANES), acc[x][y].value)
             c += n * LANES
+
+
+def row_blocks(b: Builder, rows: int, tallest: int) -> Iterator[tuple[Int, int]]:
+    """The rows of a panel in blocks of at most `tallest`: (first row, rows); a run-time loop where they are equal."""
+    heights = widths(rows, tallest)
+    if heights[0] == heights[-1]:
+        for r in b.loop(0, rows, heights[0]):
+            yield r, heights[0]
+    else:
+        for i, height in enumerate(heights):
+            yield b.integer(sum(heights[:i])), height
 
 
 def _steps(b: Builder, lo: Int, hi: Int, widest: int) -> Iterator[tuple[Int, int]]:

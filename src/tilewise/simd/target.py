@@ -12,6 +12,7 @@ from tilewise.errors import TargetError
 from tilewise.simd.builder import LANES
 
 VECTOR_BITS = 32 * LANES
+TALLEST_TILE = 8  # more rows save no more loads, and cost code
 
 
 @dataclass(frozen=True)
@@ -38,17 +39,18 @@ class Target:
         return VECTOR_BITS // self.vector_bits
 
     def register_tile(self, rows: int) -> tuple[int, int]:
-        """(mr, nr): accumulators of mr rows by nr vectors that stay in registers, mr a divisor of `rows`.
+        """(mr, nr): accumulators of mr <= rows rows by nr vectors that stay in registers.
 
-        A step of the micro-kernel holds mr * nr accumulators, nr vectors and one broadcast; the tile with the most
-        accumulators wins, the one nearer to a square in loads a step among equals.
+        A step of the micro-kernel holds mr * nr accumulators, nr vectors and one broadcast. The tile that keeps the
+        most accumulators busy wins, over the blocks of nearly equal height that `rows` is cut into; among equals the
+        taller one, which reads fewer vectors.
         """
-        best = (0, 0.0, 1, 1)
-        for mr in (m for m in (1, 2, 4, 8) if rows % m == 0):
-            for nr in (1, 2, 3, 4):
-                if (mr * nr + nr + 1) * self.registers_per_vector <= self.registers:
-                    best = max(best, (mr * nr, -(mr + nr), mr, nr))
-        return best[2], best[3]
+        tiles = [(mr, nr) for mr in range(1, min(rows, TALLEST_TILE) + 1) for nr in range(1, TALLEST_TILE + 1)]
+        fitting = [(mr, nr) for mr, nr in tiles if self._registers_of(mr, nr) <= self.registers]
+        return max(fitting, key=lambda tile: (rows / -(-rows // tile[0]) * tile[1], tile[0]))
+
+    def _registers_of(self, mr: int, nr: int) -> int:
+        return (mr * nr + nr + 1) * self.registers_per_vector
 
 
 _X86_V3 = ("avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe")
