@@ -92,7 +92,7 @@ def pack_values(b: Builder, shape: Shape, source: Ptr, stride: Int, packed: Ptr,
             v = b.load_part(row + whole, shape.Dv % LANES)
             poison.value = b.fma(v, zero, poison.value)
             b.store(target + whole, v)
-    return ~b.any(b.where(poison.value.equals(zero), zero, b.vec(1.0)).equals(b.vec(1.0)))
+    return b.all(poison.value.equals(zero))
 
 
 def unpack_row(b: Builder, width: int, target: Ptr, vector_at: VectorAt) -> None:

@@ -85,7 +85,7 @@ class Shape:
             ("shift", LANES, 0, F32),  # M of each row of the panel, 0 where M is -inf
             ("seen", LANES, 0, F32),  # 0 where all that a row sees of this tile is -inf
             ("queries", 0, up_to(LANES, self.D), F32),
-            ("alpha", 0, 1, F32), ("beta", 0, 1, F32), ("lse", 0, 1, F32),
+            ("alpha", 0, 1, F32), ("beta", 0, 1, F32), ("inverse", 0, 1, F32), ("lse", 0, 1, F32),
             ("row_lo", 0, 1, I64), ("row_hi", 0, 1, I64),
             ("panel_lo", 0, 1, I64), ("panel_lo_max", 0, 1, I64), ("panel_hi_min", 0, 1, I64), ("panel_hi", 0, 1, I64),
         ]  # fmt: skip

@@ -43,7 +43,7 @@ WORDS: dict[str, str] = {
     "bits": "v>n", "floats": "n>v", "to_float": "n>v", "nadd": "nn>n", "nsub": "nn>n", "nand": "nn>n",
     "shl": "n>n", "shr": "n>n",
     # masks
-    "between": "ii>m", "mand": "mm>m", "mor": "mm>m", "any": "m>b",
+    "between": "ii>m", "mand": "mm>m", "mor": "mm>m", "any": "m>b", "all": "m>b",
     # memory
     "load": "p>v", "load_part": "pi>v", "broadcast": "p>v", "load_int": "p>i", "prefetch": "p>",
     "store": "pv>", "store_part": "pvi>", "store_lane": "pv>", "store_int": "pi>", "fetch_add": "pi>i",
@@ -322,6 +322,9 @@ class Builder(ABC):
 
     def any(self, mask: Mask) -> Bool:
         return Bool(self, self.word("any", mask.raw))
+
+    def all(self, mask: Mask) -> Bool:
+        return Bool(self, self.word("all", mask.raw))
 
     # ---- memory
     def pointer(self, address: IntLike, lo: IntLike, hi: IntLike, element: Element = F32) -> Ptr:

@@ -163,6 +163,7 @@ _MEANING: dict[str, Callable[..., Any]] = {
     "mand": np.logical_and,
     "mor": np.logical_or,
     "any": lambda m: bool(m.any()),
+    "all": lambda m: bool(m.all()),
     "load": lambda p: _memory(p, LANES, np.float32).copy(),
     "load_part": _load_part,
     "broadcast": lambda p: np.full(LANES, _memory(p, 1, np.float32)[0]),

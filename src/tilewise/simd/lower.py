@@ -13,6 +13,7 @@ from tilewise.simd.target import Target
 
 _I1, _I32, _I64, _F = ir.IntType(1), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _PTR = ir.PointerType()
+_BITS = ir.IntType(LANES)  # a mask, a bit a lane
 _VM, _VN, _VF = (ir.VectorType(element, LANES) for element in (_I1, _I32, _F))
 _ELEMENT = {"f32": _F, "i64": _I64}
 _IOTA = ir.Constant(_VN, list(range(LANES)))
@@ -228,7 +229,8 @@ _LOWERING: dict[str, Callable[..., Any]] = {
     "between": _between,
     "mand": lambda b, x, y: b.ir.and_(x, y),
     "mor": lambda b, x, y: b.ir.or_(x, y),
-    "any": lambda b, m: b.ir.icmp_signed("!=", b.ir.bitcast(m, ir.IntType(LANES)), ir.Constant(ir.IntType(LANES), 0)),
+    "any": lambda b, m: b.ir.icmp_signed("!=", b.ir.bitcast(m, _BITS), ir.Constant(_BITS, 0)),
+    "all": lambda b, m: b.ir.icmp_signed("==", b.ir.bitcast(m, _BITS), ir.Constant(_BITS, -1)),
     "load": _load,
     "load_part": _load_part,
     "broadcast": lambda b, p: b.splat(b.ir.load(b.guard_elements(p, 1), typ=_F, align=p.element.size)),
