@@ -13,6 +13,10 @@ from tilewise.simd.builder import LANES, Builder, Int, IntLike, Mask, Ptr, Vec
 from tilewise.simd.math import LN2, LOG2E, NAN, NEG_INF, exp2, fold, log2
 
 
+LARGEST_DIVISOR = 2.0**24  # of `quotient`
+LARGEST_SQUARE = 2.0**120  # and of its result
+
+
 def shift(b: Builder, M: Vec) -> Vec:
     """What scores are reduced by: M, or 0 where M is -inf, so that exp2(-inf - shift) is 0 and not NaN."""
     return b.where(M.equals(b.vec(NEG_INF)), b.vec(0.0), M)
@@ -140,16 +144,39 @@ class OnlineSoftmax:
                 b.store(total.a + c, b.fma(b.load(total.a + c), alpha, b.load(state.a + c) * beta))
 
     def finalize(self, total: Fields, rows: Int) -> None:
-        """lse = (m + log2 l) ln 2 of every row, a natural logarithm."""
-        b = self.b
+        """lse = (m + log2 l) ln 2 of every row, a natural logarithm; and 1 / l for `quotient`, NaN where it may not."""
+        b, scratch = self.b, self.scratch
         for r in b.loop(0, rows, LANES):
-            lse = (b.load(total.m + r) + log2(b, b.load(total.l + r))) * b.vec(LN2)
-            b.store(self.scratch.lse + r, canonical(b, lse))
+            l = b.load(total.l + r)
+            lse = (b.load(total.m + r) + log2(b, l)) * b.vec(LN2)
+            b.store(scratch.lse + r, canonical(b, lse))
+            common = (b.vec(1.0) <= l) & (l <= b.vec(LARGEST_DIVISOR))
+            b.store(scratch.inverse + r, b.where(common, b.vec(1.0) / l, b.vec(NAN)))
 
     def output(self, total: Fields, row: Int, column: IntLike) -> Vec:
         """o = a / l, 16 columns of a row."""
         b = self.b
-        return canonical(b, b.load(total.a + row * self.shape.width + column) / b.broadcast(total.l + row))
+        a, l = b.load(total.a + row * self.shape.width + column), b.broadcast(total.l + row)
+        return quotient(b, a, l, b.broadcast(self.scratch.inverse + row))
+
+
+def quotient(b: Builder, a: Vec, l: Vec, inverse: Vec) -> Vec:
+    """a / l, correctly rounded, given RN(1 / l) or NaN: at a third of the cost of the divider where nothing is extreme.
+
+    a * inverse is within 2 ulp of a / l; one correction by the residual makes it a faithful rounding, of which the
+    next residual is exact, and one more makes it the correct one (Markstein's theorem, Handbook of Floating-Point
+    Arithmetic, 2nd ed., section 4.7). That needs normal numbers throughout, hence the bounds.
+    """
+    q = a * inverse
+    size = q * q
+    o = b.var(q)
+    common = b.all((b.vec(1 / LARGEST_SQUARE) <= size) & (size <= b.vec(LARGEST_SQUARE)))
+    for _ in b.when(common):
+        for _ in range(2):
+            o.value = b.fma(b.fma(b.vec(0.0) - o.value, l, a), inverse, o.value)
+    for _ in b.when(~common):
+        o.value = canonical(b, a / l)
+    return o.value
 
 
 def canonical(b: Builder, x: Vec) -> Vec:
