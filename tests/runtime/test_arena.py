@@ -110,6 +110,20 @@ def test_sizes_that_are_refused() -> None:
     assert arena.alloc(np.int64(7)).shape == (7,)  # any integer will do
 
 
+def test_no_bytes_at_all() -> None:
+    arenas = [Arena(limit=0) for _ in range(50)]
+    arrays = [arena.alloc(0) for arena in arenas]
+    assert all(address(x) % 64 == 0 for x in arrays)
+    assert all(arena.used == arena.high_water == 0 for arena in arenas)
+
+
+def test_limit_counts_in_lines() -> None:
+    arena = Arena(limit=100)
+    with pytest.raises(ArenaExhausted):
+        arena.alloc(65)
+    arena.alloc(64)
+
+
 def test_limit_is_exact_and_names_the_figures() -> None:
     arena = Arena(limit=256)
     first = arena.alloc(100)
@@ -287,7 +301,7 @@ class Model:
 @given(
     steps=STEPS,
     capacity=st.sampled_from([0, 64, 5000]),
-    limit=st.sampled_from([None, 8000, 40000]),
+    limit=st.sampled_from([None, 8010, 40000]),
     check=st.sampled_from([0, 2]),
 )
 def test_against_a_list_of_sizes(steps: list[tuple[str, int]], capacity: int, limit: int | None, check: int) -> None:
@@ -340,6 +354,18 @@ def test_check_2_finds_damage(nbytes: int) -> None:
             with pytest.raises(KernelError, match=f"allocation 2 of {nbytes} bytes: somebody wrote to byte {byte},"):
                 arena.rewind(mark)
         assert arena.used == 0  # rewound nevertheless
+        arena.rewind(mark)
+
+
+def test_check_2_names_the_nearest_byte() -> None:
+    arena = Arena()
+    mark = arena.mark()
+    with config(check=2):
+        victim = arena.alloc(10)
+    memory = arena._blocks[0]
+    start = address(victim) - address(memory)
+    memory[[start - 9, start - 3, start + 12, start + 20]] = 0
+    with pytest.raises(KernelError, match="somebody wrote to byte -3,"):
         arena.rewind(mark)
 
 

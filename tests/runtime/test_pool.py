@@ -268,6 +268,19 @@ p = Pool(3)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def test_calls_at_exit() -> None:
+    code = """
+import atexit
+seen = []
+atexit.register(lambda: (p.run(3, seen.append), print(sorted(seen))))
+from tilewise.runtime.pool import Pool
+p = Pool(3)
+p.run(3, lambda w: None)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=10, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[0, 1, 2]\n", "")
+
+
 # Shared pools
 
 

@@ -106,7 +106,9 @@ def test_child_that_returns_into_the_run_it_was_forked_in(pool: Pool) -> None:
     try:
         pool.run(3, work)
     except RuntimeError as error:
-        code = 0 if "forked while a Pool was at work" in str(error) and len(calls_of_run(pool, 3)) == 3 else 2
+        code = (
+            0 if "forked while worker 1 of a Pool was at work" in str(error) and len(calls_of_run(pool, 3)) == 3 else 2
+        )
     finally:
         if os.getpid() != parent:
             os._exit(code)

@@ -224,13 +224,45 @@ def test_integers_mix_with_pythons(ring: str) -> None:
     def body(b: Builder, record: Any, given: list[Int]) -> None:
         x = given[0]
         for value in (
-            x + 5, 5 + x, x - 5, 5 - x, x * 3, 3 * x, x // 4, x % 4, x + 0, 0 + x, x * 1, 1 * x, x - 0, b.imin(x, 3),
+            x + 5, 5 + x, x - 5, 5 - x, x * 3, 3 * x, x // 4, x % 4, x + 0, 0 + x, x * 1, 1 * x, x - 0,
+            x * 0, 0 * x, x + 1, 1 + x, 0 - x, x - x, x // 1, x % 1, b.imin(x, 3),
             b.imin(30, x), b.imax(3, x), b.imax(x, 30), b.choose(x < 18, x, 1), b.choose(x <= 17, 2, x),
             b.choose(x > 17, 3, 4), b.choose(x >= 17, 3, 4), b.choose(x.equals(17), 5, 6),
         ):  # fmt: skip
             record(value)
 
-    wanted = [22, 22, 12, -12, 51, 51, 4, 1, 17, 17, 17, 17, 17, 3, 17, 17, 30, 17, 2, 4, 3, 5]
+    wanted = [
+        22,
+        22,
+        12,
+        -12,
+        51,
+        51,
+        4,
+        1,
+        17,
+        17,
+        17,
+        17,
+        17,
+        0,
+        0,
+        18,
+        18,
+        -17,
+        0,
+        17,
+        0,
+        3,
+        17,
+        17,
+        30,
+        17,
+        2,
+        4,
+        3,
+        5,
+    ]
     assert trace(ring, body, 17) == wanted
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,12 @@ from tests.simd.support import (
     NATIVE_TARGETS,
     RINGS,
     SPECIAL,
-    compiled,
     floats,
-    over_arrays,
     random_bits,
     run,
-    table_of,
 )  # fmt: skip
 from tilewise.errors import KernelError
-from tilewise.simd.builder import F32, I64, LANES, Builder, Int, Kernel, Ptr, Vec
-from tilewise.simd.lower import llvm_ir
-from tilewise.simd.target import TARGETS
+from tilewise.simd.builder import F32, I64, LANES, Builder, Int, Ptr, Vec
 
 ROOT = Path(__file__).parents[2]
 COUNTS = [*range(LANES + 1), LANES + 1, 100, -1, -17, 1 << 32, (1 << 32) + 3, -(1 << 32), INT64_MIN, INT64_MAX]
@@ -176,10 +170,49 @@ def fetch_add(ring: str) -> None:
     assert cells.tolist() == [7, 8 - (1 << 40), 9]
 
 
+def load_acquire(ring: str) -> None:
+    cells = np.array([0, -1, INT64_MIN, INT64_MAX], np.int64)
+    out = np.zeros_like(cells)
+
+    def body(b: Builder, source: Ptr, result: Ptr) -> None:
+        for j in b.loop(0, len(cells)):
+            b.store_int(result + j, b.load_acquire(source + j))
+
+    assert run(body, ring, cells, out) == 0
+    assert out.tolist() == cells.tolist()
+
+
+def store_release(ring: str) -> None:
+    values = [0, -1, INT64_MIN, INT64_MAX]
+    cells = np.full(len(values) + 2, 5, np.int64)
+
+    def body(b: Builder, p: Ptr) -> None:
+        for j, x in enumerate(values):
+            b.store_release(p + (j + 1), x)
+
+    assert run(body, ring, cells) == 0
+    assert cells.tolist() == [5, *values, 5]
+
+
+def pause(ring: str) -> None:
+    """Nothing changes; time passes."""
+    data = PATTERN[:LANES].copy()
+
+    def body(b: Builder, p: Ptr) -> None:
+        x = b.load(p)
+        for _ in b.loop(0, 3):
+            b.pause()
+        b.store(p, x)
+
+    assert run(body, ring, data) == 0
+    assert bits(data) == bits(PATTERN[:LANES])
+
+
 MEMORY_WORDS: dict[str, Callable[[str], None]] = {
     function.__name__: function
     for function in (
-        load, load_part, broadcast, load_int, prefetch, store, store_part, store_lane, store_int, fetch_add
+        load, load_part, broadcast, load_int, prefetch, store, store_part, store_lane, store_int, fetch_add,
+        load_acquire, store_release, pause,
     )
 }  # fmt: skip
 
@@ -188,6 +221,29 @@ MEMORY_WORDS: dict[str, Callable[[str], None]] = {
 @pytest.mark.parametrize("word", MEMORY_WORDS)
 def test_word(word: str, ring: str) -> None:
     MEMORY_WORDS[word](ring)
+
+
+@pytest.mark.parametrize("ring", RINGS)
+def test_what_was_loaded_stays_when_memory_changes(ring: str) -> None:
+    """Swap two vectors, two integers and two lanes in place."""
+    data, cells = PATTERN[: 2 * LANES].copy(), np.array([3, 4], np.int64)
+
+    def body(b: Builder, p: Ptr, cells: Ptr) -> None:
+        x, y = b.load(p), b.load_part(p + LANES, LANES)
+        b.store(p, y)
+        b.store(p + LANES, x)
+        i, j = b.load_int(cells), b.load_int(cells + 1)
+        b.store_int(cells, j)
+        b.store_int(cells + 1, i)
+        x, y = b.broadcast(p + 1), b.broadcast(p + 2)
+        b.store_lane(p + 1, y, 0)
+        b.store_lane(p + 2, x, 0)
+
+    assert run(body, ring, data, cells) == 0
+    wanted = [*PATTERN[LANES : 2 * LANES], *PATTERN[:LANES]]
+    wanted[1], wanted[2] = wanted[2], wanted[1]
+    assert bits(data) == bits(np.array(wanted))
+    assert cells.tolist() == [4, 3]
 
 
 # word -> (bytes that it touches at p, what it does there)
@@ -201,6 +257,8 @@ ACCESSES: dict[str, tuple[int, Callable[[Builder, Ptr, Ptr, Vec], Any]]] = {
     "store_lane": (4, lambda b, p, q, x: b.store_lane(p, x, 3)),
     "store_int": (8, lambda b, p, q, x: b.store_int(p, -1)),
     "fetch_add": (8, lambda b, p, q, x: b.fetch_add(p, 1)),
+    "load_acquire": (8, lambda b, p, q, x: b.store(q, b.where(b.between(0, b.load_acquire(p)), x, x))),
+    "store_release": (8, lambda b, p, q, x: b.store_release(p, -1)),
 }
 
 
@@ -213,7 +271,7 @@ def access(word: str, ring: str, offset: int, extent: tuple[int, int]) -> tuple[
 
     def body(b: Builder, data: Ptr, after: Ptr) -> None:
         base = Int(b, data.lo)
-        element = I64 if word in ("load_int", "store_int", "fetch_add") else F32
+        element = I64 if ACCESSES[word][0] == I64.size else F32
         p = b.pointer(base + offset, base + extent[0], base + extent[1], element)
         ACCESSES[word][1](b, p, after, b.vec(1.0))
         b.store(after, b.vec(2.0))
@@ -256,8 +314,8 @@ def test_interpreter_refuses_an_access_out_of_bounds(word: str) -> None:
 
 
 def test_every_word_of_memory_is_checked() -> None:
-    """Prefetch is not: it may name any address."""
-    assert ACCESSES.keys() == MEMORY_WORDS.keys() - {"prefetch"}
+    """Prefetch is not: it may name any address. Pause names none."""
+    assert ACCESSES.keys() == MEMORY_WORDS.keys() - {"prefetch", "pause"}
 
 
 # Fails until `guard` returns something other than the address for the null pointer: 0 means that all was well.
@@ -284,50 +342,6 @@ def test_part_of_no_lane_may_lie_anywhere(ring: str, count: int, offset: int) ->
 
     assert run(body, ring, data, checked=ring != INTERPRETED) == 0
     assert (data[:LANES] == 0.0).all()
-
-
-def count_up(ring: str, threads: int, steps: int) -> tuple[list[int], int]:
-    """Each thread adds 1 to one cell `steps` times: all values that they saw before, and the sum."""
-    cell, seen = np.zeros(1, np.int64), np.zeros((threads, steps), np.int64)
-    table = table_of((cell, seen))
-
-    def body(b: Builder, table: Int, worker: Int) -> None:
-        def add(b: Builder, p: Ptr, result: Ptr) -> None:
-            for j in b.loop(0, steps):
-                b.store_int(result + worker * steps + j, b.fetch_add(p, 1))
-
-        over_arrays(add, (cell, seen))(b, table, worker)
-
-    entry = compiled(body, ring)
-    crew = [threading.Thread(target=entry, args=(table.__array_interface__["data"][0], w)) for w in range(threads)]
-    for thread in crew:
-        thread.start()
-    for thread in crew:
-        thread.join()
-    return sorted(seen.ravel().tolist()), int(cell[0])
-
-
-@pytest.mark.parametrize("ring", RINGS)
-def test_fetch_add_from_threads_gives_each_number_once(ring: str) -> None:
-    steps = 3000 if ring == INTERPRETED else 100_000
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        seen, total = count_up(ring, 4, steps)
-    finally:
-        sys.setswitchinterval(interval)
-    assert total == 4 * steps
-    assert seen == list(range(4 * steps))
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_fetch_add_is_atomic_in_ir(target: str) -> None:
-    """Threads on one core would not show it."""
-
-    def body(b: Builder, table: Int, worker: Int) -> None:
-        b.fetch_add(b.pointer(table, table, table + 8, I64), 1)
-
-    assert "atomicrmw add" in llvm_ir(Kernel("fetch_add", body), TARGETS[target])
 
 
 def guard_page(ring: str, mode: str) -> int:

@@ -113,9 +113,10 @@ def masks() -> list[Any]:
     return [(bool(x), bool(y)) for x, y in RNG.integers(0, 2, (10 * LANES, 2))]
 
 
-def masks_with_one_lane() -> list[Any]:
-    """Whole masks: none, all, and each lane alone."""
-    return [(False,)] * LANES + [(True,)] * LANES + [(x == y,) for x in range(LANES) for y in range(LANES)]
+def whole_masks() -> list[Any]:
+    """None, all, each lane alone, all but each lane."""
+    alone = [x == y for x in range(LANES) for y in range(LANES)]
+    return [(x,) for x in [*[False] * LANES, *[True] * LANES, *alone, *(not x for x in alone)]]
 
 
 def small_integers() -> list[Any]:
@@ -198,7 +199,8 @@ CASES: dict[str, Case] = {
     ),
     "mand": Case(lambda b, x, y: x & y, lambda x, y: x and y, masks),
     "mor": Case(lambda b, x, y: x | y, lambda x, y: x or y, masks),
-    "any": Case(lambda b, m: b.any(m), any, masks_with_one_lane, by_lane=False),
+    "any": Case(lambda b, m: b.any(m), any, whole_masks, by_lane=False),
+    "all": Case(lambda b, m: b.all(m), all, whole_masks, by_lane=False),
 }  # fmt: skip
 
 

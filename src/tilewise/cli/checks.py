@@ -86,7 +86,7 @@ GRID = (
     Row(1, 2, 1, 20, 200, 1, 3, {}),
     Row(1, 2, 1, 9, 40, 1024, 1024, {}),
 )
-WIDTHS = (26, 26, -9, -9, -6, -9, -9, -6)
+WIDTHS = (26, 33, -9, -9, -6, -9, -9, -6)
 HEAD = ("B H:Hkv Tq x Tk D:Dv", "arguments", "o", "naive", "ratio", "lse", "naive", "ratio")
 
 

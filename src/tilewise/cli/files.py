@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 LAYER = "SmolLM2-135M, layer 15, on 512 tokens of Alice's Adventures in Wonderland"
+NPY_MAGIC = b"\x93NUMPY"
 UNREADABLE = (
     OSError,
     ValueError,
@@ -54,44 +56,56 @@ class Tensors:
         return np.asarray(x, np.float32, order="C" if x.ndim and x.strides[-1] != x.itemsize else "K")
 
 
-def open_tensors(path: Path) -> Tensors:
-    """The arrays of a .npz or .safetensors file."""
+@contextmanager
+def open_tensors(path: Path) -> Iterator[Tensors]:
+    """The arrays of a .npz or .safetensors file, while it is open."""
     kind = path.suffix.lower()
     if kind not in (".npz", ".safetensors"):
         raise click.ClickException(f"{path}: expected a .npz or .safetensors file")
     if path.is_dir():
         raise click.ClickException(f"{path}: is a directory")
-    return _open_npz(path) if kind == ".npz" else _open_safetensors(path)
+    with _open_npz(path) if kind == ".npz" else _open_safetensors(path) as tensors:
+        yield tensors
 
 
-def captured_layer() -> Tensors:
+@contextmanager
+def captured_layer() -> Iterator[Tensors]:
     """q, k, v of one layer of a real language model on a real text; see data/NOTICE.md."""
-    with resources.as_file(resources.files("tilewise") / "data" / "smollm2_layer.npz") as path:
-        return _open_npz(path)
+    with resources.as_file(resources.files("tilewise") / "data" / "smollm2_layer.npz") as path, open_tensors(path) as t:
+        yield t
 
 
-def _open_npz(path: Path) -> Tensors:
-    try:
-        source = np.load(path, allow_pickle=False)  # a pickle could run code
-    except UNREADABLE as error:
-        raise _unreadable(path, error) from None
-    if not isinstance(source, np.lib.npyio.NpzFile):
-        raise click.ClickException(f"{path}: holds a single array, expected a .npz with q, k and v")
-    return Tensors(path, list(source.files), source, {})
+@contextmanager
+def _open_npz(path: Path) -> Iterator[Tensors]:
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(path.open("rb"))
+            magic = file.read(6)
+            if not magic.startswith((b"PK", NPY_MAGIC)):  # NumPy would take it for a pickle
+                raise ValueError("it is not a .npz file")
+            file.seek(0)
+            source = np.load(file, allow_pickle=False)  # a pickle could run code
+        except UNREADABLE as error:
+            raise _unreadable(path, error) from None
+        if magic == NPY_MAGIC:
+            raise click.ClickException(f"{path}: holds a single array, expected a .npz with q, k and v")
+        yield Tensors(path, list(source.files), source, {})
 
 
-def _open_safetensors(path: Path) -> Tensors:
+@contextmanager
+def _open_safetensors(path: Path) -> Iterator[Tensors]:
     try:
         safetensors = importlib.import_module("safetensors")
     except ImportError:
         raise click.ClickException(f"{path}: needs safetensors: pip install 'tilewise[cli]'") from None
-    try:
-        source = safetensors.safe_open(path, framework="numpy")
-        names = list(source.keys())
-        dtypes = {name: str(source.get_slice(name).get_dtype()) for name in names}
-    except (*UNREADABLE, safetensors.SafetensorError) as error:
-        raise _unreadable(path, error) from None
-    return Tensors(path, names, source, dtypes)
+    with ExitStack() as stack:
+        try:
+            source = stack.enter_context(safetensors.safe_open(path, framework="numpy"))
+            names = list(source.keys())
+            dtypes = {name: str(source.get_slice(name).get_dtype()) for name in names}
+        except (*UNREADABLE, safetensors.SafetensorError) as error:
+            raise _unreadable(path, error) from None
+        yield Tensors(path, names, source, dtypes)
 
 
 def _not_float32(path: Path, name: str, dtype: str) -> click.ClickException:
@@ -108,5 +122,5 @@ def _unreadable(path: Path, error: BaseException, what: str = "the file") -> cli
         return click.ClickException(f"{path}: permission denied")
     reason = str(error) or type(error).__name__
     if "allow_pickle" in reason:
-        reason = "it is not plain numbers but a pickle, which could run code"
+        reason = "it holds Python objects (a pickle), which could run code"
     return click.ClickException(f"{path}: cannot read {what}: {reason}")

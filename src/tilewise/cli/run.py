@@ -111,7 +111,8 @@ def report_accuracy(problem: Problem, operands: Operands, result: Result) -> boo
                 k, v = operands.k[own[0], head : head + 1], operands.v[own[0], head : head + 1]
                 arguments: dict[str, Any] = {
                     "causal": problem.causal, "window": problem.window, "scale": problem.scale,
-                    "q_offset": problem.q_offset[b], "sinks": None if operands.sinks is None else operands.sinks[own[1]],
+                    "q_offset": problem.q_offset[b],
+                    "sinks": None if operands.sinks is None else operands.sinks[own[1]],
                 }  # fmt: skip
                 for into, reference in ((truth, attention64), (naive, attention32)):
                     for x, y in zip(into, reference(operands.q[own], k, v, **arguments), strict=True):
@@ -159,12 +160,13 @@ def run_command(
 
     Without a FILE the input is q, k and v of SmolLM2-135M, layer 15, on 512 tokens of a real text, causal.
     """
-    tensors = captured_layer() if file is None else open_tensors(file)
-    check_output(out, tensors)
-    q, k, v = (tensors.read(name) for name in "qkv")
+    with captured_layer() if file is None else open_tensors(file) as tensors:
+        check_output(out, tensors)
+        q, k, v = (tensors.read(name) for name in "qkv")
+        logits = sinks_of(sinks, tensors)
     arguments: dict[str, Any] = {
         **numbers, "causal": file is None if causal is None else causal,
-        "q_offset": integers(q_offset, "--q-offset"), "sinks": sinks_of(sinks, tensors), "return_lse": True,
+        "q_offset": integers(q_offset, "--q-offset"), "sinks": logits, "return_lse": True,
     }  # fmt: skip
     try:
         problem, operands = make_problem(q, k, v, **arguments)

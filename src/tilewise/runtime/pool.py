@@ -78,7 +78,7 @@ class _Crew:
         self.done: list[_thread.LockType] = []
         self.threads: list[threading.Thread] = []
         self.tally: tuple[list[None], list[bool]] = [], []  # as long as workers were woken, and as have finished
-        # Called once, by close() or when the crew is dropped; not while the interpreter exits, when nobody may wake up.
+        # Called once, by close() or when the crew is dropped. Not at exit: other functions of atexit may yet call us.
         self.dismiss = weakref.finalize(self, _send_home, self.board, self.go)
         self.dismiss.atexit = False
         for w in range(1, count + 1):
@@ -112,10 +112,12 @@ class _Crew:
 
     def orphan(self) -> None:
         """In the child of a fork: the workers are gone. A caller that forked amid a run must not wait for them."""
-        woken, finished = self.tally
+        woken, _ = self.tally
         for w, done in enumerate(self.done[: len(woken)], start=1):
-            if w > len(finished) and done.locked():
-                self.board.errors.append((w, RuntimeError("the process forked while a Pool was at work")))
+            if done.locked():
+                self.board.errors.append(
+                    (w, RuntimeError(f"the process forked while worker {w} of a Pool was at work"))
+                )
                 done.release()
 
     def _hire(self, w: int) -> None:

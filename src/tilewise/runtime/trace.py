@@ -16,6 +16,7 @@ import functools
 import sys
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -67,10 +68,13 @@ def speed_of(problem: Problem, plan: Plan, seconds: float) -> Speed:
 def bytes_moved(problem: Problem) -> int:
     """Bytes of queries and results, and of the keys and values that some row sees, each once."""
     left, right = problem.bounds
-    end = problem.k_offset + problem.kv_len
-    ends = np.minimum, np.maximum
-    lo, _ = visible_range(problem.q_offset, problem.k_offset, end, left, right, *ends)
-    _, hi = visible_range(problem.q_offset + problem.rows - 1, problem.k_offset, end, left, right, *ends)
+
+    def seen_from(position: Any) -> tuple[Any, Any]:
+        first: Any = problem.k_offset
+        return visible_range(position, first, first + problem.kv_len, left, right, np.minimum, np.maximum)
+
+    lo, _ = seen_from(problem.q_offset)
+    _, hi = seen_from(problem.q_offset + problem.rows - 1)
     keys = int(np.where(problem.rows > 0, np.maximum(hi - lo, 0), 0).sum())
     rows = int(problem.rows.sum()) * problem.H
     width = problem.D + problem.Dv

@@ -17,7 +17,7 @@ from tilewise.verify.contract import CONTRACT
 from tilewise.verify.findings import ALLOWED_RATIO, Accuracy, Check, Findings, accuracy, inputs
 from tilewise.verify.invariances import INVARIANCES, RINGS, against_target
 
-__all__ = ["ALLOWED_RATIO", "Accuracy", "Check", "Result", "accuracy", "catalogue", "inputs", "run"]
+__all__ = ["ALLOWED_RATIO", "Accuracy", "Check", "Findings", "Result", "accuracy", "catalogue", "inputs", "run"]
 
 
 @dataclass(frozen=True)
