@@ -10,10 +10,10 @@ Cost of a work item: 2 (D + Dv) flops for each visible pair; each key and value 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from tilewise.kernels import pack
-from tilewise.kernels.microkernel import accumulators, outer_products, scores, weighted_sum, widths
+from tilewise.kernels import pack, stream
+from tilewise.kernels.microkernel import scores, weighted_sum, widths
 from tilewise.kernels.softmax import OnlineSoftmax
 from tilewise.kernels.tables import CALL, NO_KEY, SEQUENCE, Fields, Row, Shape, size_of, up_to
 from tilewise.simd.builder import F32, I64, LANES, Builder, Int, Kernel, Ptr, Vec
@@ -138,23 +138,52 @@ class Item:
 
     def span(self, state: Fields, lo: Int, hi: Int) -> None:
         """The keys at positions [lo, hi) of one span, by tiles anchored at position 0."""
-        b, shape, scratch, Bc = self.b, self.shape, self.scratch, self.shape.Bc
+        b, Bc = self.b, self.shape.Bc
         for t0 in b.loop(lo // Bc * Bc, hi, Bc):
             tile_lo, tile_hi = b.imax(lo - t0, 0), b.imin(hi - t0, Bc)
-            keys, values = self.tile_of("k", t0), self.tile_of("v", t0)
-            pack.pack_keys(b, shape, keys, self.call["k_row"], scratch.keys, tile_lo, tile_hi)
-            finite = pack.pack_values(b, shape, values, self.call["v_row"], scratch.values, tile_lo, tile_hi)
-            for row in b.loop(0, self.padded, shape.panel):
-                panel_lo = b.imax(b.load_int(scratch.panel_lo + row) - t0, 0)
-                panel_hi = b.imin(b.load_int(scratch.panel_hi + row) - t0, Bc)
-                for _ in b.when(panel_lo < panel_hi):
-                    groups = panel_lo // LANES, up_to(LANES, panel_hi) // LANES
-                    self.scores(row, *groups)
-                    self.softmax.update(state, row, t0, *groups)
-                    for _ in b.when(finite):
-                        self.weighted_sum(state, row, panel_lo, panel_hi)
-                    for _ in b.when(~finite):
-                        self.weighted_sum_by_row(state, row, t0)
+            if self.shape.streamed:
+                self.stream_tile(state, t0, tile_lo, tile_hi, hi - t0)
+            else:
+                self.pack_tile(state, t0, tile_lo, tile_hi)
+
+    def stream_tile(self, state: Fields, t0: Int, lo: Int, hi: Int, end: Int) -> None:
+        """Keys [lo, hi) of a tile for the one panel of a few rows, K and V read where they lie."""
+        b, shape, scratch, row = self.b, self.shape, self.scratch, self.b.integer(0)
+        keys, values, stride = self.tile_of("k", t0), self.tile_of("v", t0), self.call["v_row"]
+        stream.scores(b, shape, scratch.queries, keys, self.call["k_row"], scratch.S, lo, hi, end)
+        self.softmax.update(state, row, t0, lo // LANES, up_to(LANES, hi) // LANES)
+        for c, count in stream.chunks(shape):
+            finite = stream.weighted_sum(b, shape, c, count, state.a, scratch.alpha, scratch.S, values, stride, lo, hi)
+            for _ in b.when(~finite):
+                for column in range(c, c + count * LANES, LANES):
+
+                    def value(j: Int, column: int = column) -> Vec:
+                        return stream.load_columns(b, values + j * stride, column, shape.Dv)
+
+                    self.weighted_sum_by_row(state, row, t0, b.integer(column), value)
+
+    def pack_tile(self, state: Fields, t0: Int, lo: Int, hi: Int) -> None:
+        """Keys [lo, hi) of a tile for all panels, K and V packed once."""
+        b, shape, scratch = self.b, self.shape, self.scratch
+        keys, values = self.tile_of("k", t0), self.tile_of("v", t0)
+        pack.pack_keys(b, shape, keys, self.call["k_row"], scratch.keys, lo, hi)
+        finite = pack.pack_values(b, shape, values, self.call["v_row"], scratch.values, lo, hi)
+        for row in b.loop(0, self.padded, shape.panel):
+            panel_lo = b.imax(b.load_int(scratch.panel_lo + row) - t0, 0)
+            panel_hi = b.imin(b.load_int(scratch.panel_hi + row) - t0, shape.Bc)
+            for _ in b.when(panel_lo < panel_hi):
+                groups = panel_lo // LANES, up_to(LANES, panel_hi) // LANES
+                self.scores(row, *groups)
+                self.softmax.update(state, row, t0, *groups)
+                for _ in b.when(finite):
+                    self.weighted_sum(state, row, panel_lo, panel_hi)
+                for _ in b.when(~finite):
+                    for column in b.loop(0, shape.width, LANES):
+
+                        def value(j: Int, column: Int = column) -> Vec:
+                            return b.load(scratch.values + j * shape.width + column)
+
+                        self.weighted_sum_by_row(state, row, t0, column, value)
 
     def tile_of(self, name: str, t0: Int) -> Ptr:
         """Key or value t0 of the KV head, which need not exist."""
@@ -177,20 +206,21 @@ class Item:
             scratch.S, shape.columns, scratch.values, lo, hi,
         )  # fmt: skip
 
-    def weighted_sum_by_row(self, state: Fields, row: Int, t0: Int) -> None:
-        """The same where a value is not finite: each row walks its own keys, since 0 * inf would not be nothing."""
+    def weighted_sum_by_row(self, state: Fields, row: Int, t0: Int, column: Int, value: Callable[[Int], Vec]) -> None:
+        """The same for 16 columns where a value is not finite: each row walks its own keys, as 0 * inf is not nothing.
+
+        A row for which all that it sees of the tile is -inf skips the tile.
+        """
         b, shape, scratch = self.b, self.shape, self.scratch
         for x in b.loop(0, shape.panel):
             lo = b.imax(b.load_int(scratch.row_lo + row + x) - t0, 0)
             hi = b.imin(b.load_int(scratch.row_hi + row + x) - t0, shape.Bc)
             for _ in b.when((lo < hi) & b.any(b.vec(0.0) < b.broadcast(scratch.seen + x))):
-                for c in b.loop(0, shape.width, LANES):
-                    a = state.a + (row + x) * shape.width + c
-                    acc = accumulators(b, 1, 1)
-                    acc[0][0].value = b.broadcast(scratch.alpha + row + x) * b.load(a)
-                    weights = scratch.S + x * shape.columns
-                    outer_products(b, acc, weights, 0, scratch.values + c, shape.width, LANES, lo, hi)
-                    b.store(a, acc[0][0].value)
+                a = state.a + (row + x) * shape.width + column
+                acc = b.var(b.broadcast(scratch.alpha + row + x) * b.load(a))
+                for j in b.loop(lo, hi):
+                    acc.value = b.fma(b.broadcast(scratch.S + x * shape.columns + j), value(j), acc.value)
+                b.store(a, acc.value)
 
     def place(self, row: Int) -> tuple[Int, Int]:
         """(query row, query head) of a row of this item."""

@@ -45,12 +45,12 @@ def scores(
 ) -> None:
     """S[r, 16g : 16g + 16] = Q[r] . K for the groups lo <= g < hi of a tile, for every row of a panel."""
     query_row = -(-D // LANES) * LANES
-    for r, mr in row_blocks(b, rows, mr):
+    for r, height in row_blocks(b, rows, mr):
         for group, width in _steps(b, lo, hi, nr):
-            acc = accumulators(b, mr, width)
+            acc = accumulators(b, height, width)
             tile = keys + group * (LANES * D)
             outer_products(b, acc, queries + r * query_row, query_row, tile, LANES, LANES * D, 0, D)
-            for x in range(mr):
+            for x in range(height):
                 for c in range(width):
                     b.store(S + (r + x) * columns + group * LANES + c * LANES, acc[x][c].value)
 
@@ -60,19 +60,25 @@ def weighted_sum(
     lo: Int, hi: Int,
 ) -> None:  # fmt: skip
     """a[r] = alpha[r] * a[r] + P[r, lo:hi] @ V[lo:hi] for every row of a panel."""
-    for r, mr in row_blocks(b, rows, mr):
+    for r, height in row_blocks(b, rows, mr):
         c = 0
         for n in widths(width // LANES, nr):
-            acc = accumulators(b, mr, n)
-            for x in range(mr):
-                factor = b.broadcast(alpha + r + x)
-                for y in range(n):
-                    acc[x][y].value = factor * b.load(a + (r + x) * width + (c + y * LANES))
+            acc = load_outputs(b, height, n, a + r * width + c, width, alpha + r)
             outer_products(b, acc, P + r * columns, columns, values + c, width, LANES, lo, hi)
-            for x in range(mr):
-                for y in range(n):
-                    b.store(a + (r + x) * width + (c + y * LANES), acc[x][y].value)
+            store_outputs(b, acc, a + r * width + c, width)
             c += n * LANES
+
+
+def load_outputs(b: Builder, rows: int, count: int, a: Ptr, width: int, alpha: Ptr) -> Accumulators:
+    """alpha[r] * a[r] for a register tile of the output."""
+    factors = [b.broadcast(alpha + r) for r in range(rows)]
+    return [[b.var(factors[r] * b.load(a + (r * width + y * LANES))) for y in range(count)] for r in range(rows)]
+
+
+def store_outputs(b: Builder, acc: Accumulators, a: Ptr, width: int) -> None:
+    for r, row in enumerate(acc):
+        for y, cell in enumerate(row):
+            b.store(a + (r * width + y * LANES), cell.value)
 
 
 def row_blocks(b: Builder, rows: int, tallest: int) -> Iterator[tuple[Int, int]]:

@@ -31,8 +31,11 @@ def fma_kernel(mr: int, nr: int) -> Kernel:
     return Kernel(f"roof_fma_{mr}x{nr}", body)
 
 
-def read_kernel() -> Kernel:
-    """Read `steps` times 8 vectors of 16 floats in order, and sum them."""
+def read_kernel(ahead: int = 0) -> Kernel:
+    """Read `steps` times 8 vectors of 16 floats in order, and sum them; prefetch the line `ahead` lines further on.
+
+    A vector is a line of 64 bytes. The last prefetches go past the end, which a prefetch may.
+    """
 
     def body(b: Builder, table: Int, worker: Int) -> None:
         call = Row(b, table, ROOF)
@@ -40,10 +43,12 @@ def read_kernel() -> Kernel:
         sums = [b.var(b.vec(0.0)) for _ in range(UNROLL)]
         for i in b.loop(0, call["steps"] * (UNROLL * LANES), UNROLL * LANES):
             for x, part in enumerate(sums):
+                if ahead:
+                    b.prefetch(data + i + (x + ahead) * LANES)
                 part.value = part.value + b.load(data + i + x * LANES)
         total = sums[0].value
         for other in sums[1:]:
             total = total + other.value
         b.store(data, total)
 
-    return Kernel("roof_read", body)
+    return Kernel(f"roof_read_ahead{ahead}" if ahead else "roof_read", body)

@@ -12,7 +12,6 @@ from tilewise.kernels.tables import Fields, Shape
 from tilewise.simd.builder import LANES, Builder, Int, IntLike, Mask, Ptr, Vec
 from tilewise.simd.math import LN2, LOG2E, NAN, NEG_INF, exp2, fold, log2
 
-
 LARGEST_DIVISOR = 2.0**24  # of `quotient`
 LARGEST_SQUARE = 2.0**120  # and of its result
 

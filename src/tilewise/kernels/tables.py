@@ -62,6 +62,11 @@ class Shape:
         return f"forward_f32_d{self.D}x{self.Dv}_bc{self.Bc}_p{self.panel}_{self.mr}x{self.nr}"
 
     @property
+    def streamed(self) -> bool:
+        """Whether the panel is a few rows, all in one register tile: K and V are then read in place, not packed."""
+        return self.panel == self.mr
+
+    @property
     def width(self) -> int:
         """Dv in whole vectors."""
         return up_to(LANES, self.Dv)
@@ -77,9 +82,10 @@ class Shape:
 
     def scratch_fields(self) -> list[Field]:
         """The scratch of one worker, beside two states: its span's, and a total."""
+        packed = 0 if self.streamed else self.columns
         return [
-            ("keys", self.D * self.columns, 0, F32),  # packed: [group of 16 keys][D][16]
-            ("values", self.columns * self.width, 0, F32),  # packed: [key][Dv]
+            ("keys", packed * self.D, 0, F32),  # [group of 16 keys][D][16]
+            ("values", packed * self.width, 0, F32),  # [key][Dv]
             ("S", LANES * self.columns, 0, F32),  # scores, then weights, of one panel
             ("lanes", LANES * LANES, 0, F32),  # a vector a row, to be folded
             ("shift", LANES, 0, F32),  # M of each row of the panel, 0 where M is -inf
