@@ -18,12 +18,12 @@ def divide(ring: str, a: Any, l: Any) -> Any:
     """The quotients of whole vectors, l and 1 / l as `finalize` leaves them: the same in every lane."""
     result = np.zeros((len(l), LANES), np.float32)
 
-    def body(b: Builder, a: Ptr, l: Ptr, result: Ptr) -> None:
-        for j in b.loop(0, len(result)):
-            divisor = b.broadcast(l + j)
+    def body(b: Builder, dividends: Ptr, divisors: Ptr, quotients: Ptr) -> None:
+        for j in b.loop(0, len(l)):
+            divisor = b.broadcast(divisors + j)
             common = (b.vec(1.0) <= divisor) & (divisor <= b.vec(LARGEST_DIVISOR))
             inverse = b.where(common, b.vec(1.0) / divisor, b.vec(NAN))
-            b.store(result + j * LANES, quotient(b, b.load(a + j * LANES), divisor, inverse))
+            b.store(quotients + j * LANES, quotient(b, b.load(dividends + j * LANES), divisor, inverse))
 
     with config(cache="off"):
         assert run(body, ring, a, l, result) == 0
@@ -47,7 +47,7 @@ def assert_correctly_rounded(ring: str, a: Any, l: Any) -> None:
 
 
 def divisors(rng: np.random.Generator, count: int) -> Any:
-    """From 1 to 2^24, evenly over the exponents; every eighth with the largest fraction, the hardest for a reciprocal."""
+    """From 1 to 2^24, evenly over the exponents; every eighth with the largest fraction, the hardest one."""
     l = floats(rng.integers(0x3F800000, 0x4B800000, count, np.uint32))
     l[::8] = floats(l[::8].view(np.uint32) | 0x007FFFFF)
     return np.minimum(l, np.float32(LARGEST_DIVISOR))
@@ -74,7 +74,7 @@ def test_quotients_next_to_a_midpoint(ring: str) -> None:
 
 @pytest.mark.parametrize("ring", RINGS)
 def test_edges_of_the_shortcut(ring: str) -> None:
-    """One extreme lane, or an extreme l: zeros, subnormals, infinities, NaN, quotients that are nearly too large or small."""
+    """One extreme lane, or an extreme l: zeros, subnormals, infinities, NaN, quotients at both bounds."""
     values = floats([*SPECIAL, *random_bits(200, 41)])
     l = floats(
         [

@@ -34,7 +34,9 @@ group.add_command(run_command, "run")
 for command in (verify, parity, info, show):
     group.add_command(command)
 if importlib.util.find_spec("tilewise.bench") is not None:
-    group.add_command(importlib.import_module("tilewise.bench").bench_command, "bench")
+    bench = getattr(importlib.import_module("tilewise.bench"), "bench_command", None)
+    if bench is not None:
+        group.add_command(bench, "bench")
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

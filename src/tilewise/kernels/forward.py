@@ -101,7 +101,7 @@ class Item:
             alone = s.equals(first) & ~self.split & self.call["sinks"].equals(0)
             state = self.state_at(b.choose(alone, self.total_address, self.own_address))
             softmax.init(state, self.padded)
-            self.span(state, b.imax(s * span, lo), b.imin((s + 1) * span, hi))
+            self.span(state, b.imax(s * span, lo), b.imin((s + 1) * span, hi), hi)
             softmax.canonicalize(state, self.padded)
             for _ in b.when(~alone):
                 self.wait()
@@ -136,29 +136,32 @@ class Item:
                 b.store_lane(total.m + r, self.sink(head) * b.vec(LOG2E), 0)
                 b.store_lane(total.l + r, b.vec(1.0), 0)
 
-    def span(self, state: Fields, lo: Int, hi: Int) -> None:
-        """The keys at positions [lo, hi) of one span, by tiles anchored at position 0."""
+    def span(self, state: Fields, lo: Int, hi: Int, end: Int) -> None:
+        """The keys at positions [lo, hi) of one span, by tiles anchored at position 0; those up to end will follow."""
         b, Bc = self.b, self.shape.Bc
         for t0 in b.loop(lo // Bc * Bc, hi, Bc):
             tile_lo, tile_hi = b.imax(lo - t0, 0), b.imin(hi - t0, Bc)
             if self.shape.streamed:
-                self.stream_tile(state, t0, tile_lo, tile_hi, hi - t0)
+                ahead = b.imin(stream.AHEAD, end - t0 - tile_hi)  # nothing past the last key
+                self.stream_tile(state, t0, tile_lo, tile_hi, ahead)
             else:
                 self.pack_tile(state, t0, tile_lo, tile_hi)
 
-    def stream_tile(self, state: Fields, t0: Int, lo: Int, hi: Int, end: Int) -> None:
+    def stream_tile(self, state: Fields, t0: Int, lo: Int, hi: Int, ahead: Int) -> None:
         """Keys [lo, hi) of a tile for the one panel of a few rows, K and V read where they lie."""
         b, shape, scratch, row = self.b, self.shape, self.scratch, self.b.integer(0)
-        keys, values, stride = self.tile_of("k", t0), self.tile_of("v", t0), self.call["v_row"]
-        stream.scores(b, shape, scratch.queries, keys, self.call["k_row"], scratch.S, lo, hi, end)
+        k_row, v_row, values = self.call["k_row"], self.call["v_row"], self.tile_of("v", t0)
+        stream.scores(b, shape, scratch.queries, self.tile_of("k", t0), k_row, scratch.S, lo, hi, ahead * k_row)
         self.softmax.update(state, row, t0, lo // LANES, up_to(LANES, hi) // LANES)
         for c, count in stream.chunks(shape):
-            finite = stream.weighted_sum(b, shape, c, count, state.a, scratch.alpha, scratch.S, values, stride, lo, hi)
+            finite = stream.weighted_sum(
+                b, shape, c, count, state.a, scratch.alpha, scratch.S, values, v_row, lo, hi, ahead * v_row
+            )
             for _ in b.when(~finite):
                 for column in range(c, c + count * LANES, LANES):
 
                     def value(j: Int, column: int = column) -> Vec:
-                        return stream.load_columns(b, values + j * stride, column, shape.Dv)
+                        return stream.load_columns(b, values + j * v_row, column, shape.Dv)
 
                     self.weighted_sum_by_row(state, row, t0, b.integer(column), value)
 

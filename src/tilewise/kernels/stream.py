@@ -10,8 +10,7 @@ from tilewise.kernels.tables import Shape, up_to
 from tilewise.simd.builder import LANES, Bool, Builder, Int, IntLike, Ptr, Vec
 from tilewise.simd.math import transpose
 
-KEYS_AHEAD = 64  # how many rows ahead memory is asked for; measured, see docs/explanation/performance.md
-VALUES_AHEAD = 16
+AHEAD = 64  # how many rows ahead memory is asked for; measured, see docs/explanation/performance.md
 SECOND_LEVEL = 2  # into the second-level cache: the first is too small for what is asked for
 
 
@@ -22,21 +21,23 @@ def load_columns(b: Builder, row: Ptr, column: IntLike, width: int) -> Vec:
     return b.load(row + column)
 
 
-def scores(b: Builder, shape: Shape, queries: Ptr, keys: Ptr, stride: Int, S: Ptr, lo: Int, hi: Int, end: Int) -> None:
+def scores(
+    b: Builder, shape: Shape, queries: Ptr, keys: Ptr, stride: Int, S: Ptr, lo: Int, hi: Int, ahead: Int
+) -> None:
     """S[r, j] = Q[r] . K[j] for the keys lo <= j < hi of a tile, and what it may be for the rest of their groups of 16.
 
-    `keys` is the tile's key 0, which need not exist; keys outside [lo, hi) repeat the nearest one inside. Keys below
-    `end` will be read by later tiles: they are asked for in the order in which they lie in memory.
+    `keys` is the tile's key 0, which need not exist; keys outside [lo, hi) repeat the nearest one inside. What lies
+    `ahead` elements further is asked for, in the order in which it lies in memory.
     """
     whole, query_row, rows = shape.D // LANES * LANES, up_to(LANES, shape.D), range(shape.panel)
     for group in b.loop(lo // LANES, up_to(LANES, hi) // LANES):
         near = [keys + b.imin(b.imax(group * LANES + x, lo), hi - 1) * stride for x in range(LANES)]
-        ahead = keys + b.imin(group * LANES + KEYS_AHEAD, end) * stride
+        later = keys + group * LANES * stride + ahead
         acc = accumulators(b, shape.panel, 1)
         for d in b.loop(0, whole, LANES):
             for x in range(LANES):  # the lines of a group are spread over the steps of this loop
                 line = d + x
-                b.prefetch(ahead + line // (whole // LANES) * stride + line % (whole // LANES) * LANES, SECOND_LEVEL)
+                b.prefetch(later + line // (whole // LANES) * stride + line % (whole // LANES) * LANES, SECOND_LEVEL)
             columns = transpose(b, [b.load(key + d) for key in near])
             for x in range(LANES):
                 for r in rows:
@@ -53,8 +54,9 @@ def scores(b: Builder, shape: Shape, queries: Ptr, keys: Ptr, stride: Int, S: Pt
 
 
 def weighted_sum(
-    b: Builder, shape: Shape, c: int, count: int, a: Ptr, alpha: Ptr, P: Ptr, values: Ptr, stride: Int, lo: Int, hi: Int
-) -> Bool:
+    b: Builder, shape: Shape, c: int, count: int, a: Ptr, alpha: Ptr, P: Ptr, values: Ptr, stride: Int,
+    lo: Int, hi: Int, ahead: Int,
+) -> Bool:  # fmt: skip
     """a[r] = alpha[r] * a[r] + P[r, lo:hi] @ V[lo:hi] for `count` vectors from column c on; whether all V were finite.
 
     Where one is not, a is left as it was.
@@ -65,7 +67,7 @@ def weighted_sum(
     for j in b.loop(lo, hi):
         row = values + j * stride
         for y in range(count):
-            b.prefetch(row + stride * VALUES_AHEAD + (c + y * LANES), SECOND_LEVEL)
+            b.prefetch(row + ahead + (c + y * LANES), SECOND_LEVEL)
         columns = [load_columns(b, row, c + y * LANES, shape.Dv) for y in range(count)]
         for column in columns:
             poison.value = b.fma(column, zero, poison.value)
