@@ -31,7 +31,7 @@ MEANINGS = {
     "imin": "the smaller", "imax": "the larger",
     "shr": "zeros come in", "eq": "false where either is NaN",
     "add": "one rounding", "sub": "one rounding", "mul": "one rounding", "div": "one rounding, a true division",
-    "where": "x in the lanes where the mask holds, else y", "any": "whether some lane holds",
+    "where": "x in the lanes where the mask holds, else y", "any": "whether some lane holds", "all": "whether every lane holds",
     "bits": "the same 32 bits as an integer", "floats": "the same 32 bits as a float",
     "load": "16 floats", "load_int": "one int64",
     "store": "16 floats", "store_lane": "one lane", "store_int": "one int64",

@@ -63,13 +63,21 @@ def test_random_quotients(ring: str) -> None:
 
 @pytest.mark.parametrize("ring", RINGS)
 def test_quotients_next_to_a_midpoint(ring: str) -> None:
-    """a is the float32 nearest to (a midpoint between two float32) * l, or next to that: where rounding is hardest."""
+    """The quotients that are hardest to round: as near to a midpoint between two float32 as a quotient can be.
+
+    With l = L 2^i and the midpoint M / 2 ulp, M odd of 25 bits, a = (M L - d) / 2^25 is a float32 where M is d / L
+    modulo 2^25; a / l misses the midpoint by d / L half ulp.
+    """
     rng = np.random.default_rng(37)
-    l = divisors(rng, 60_000)
-    midpoints = (2.0 * rng.integers(1 << 23, 1 << 24, (len(l), LANES)) + 1) * 2.0 ** rng.integers(-70, 20, (len(l), 1))
-    a = (midpoints * l[:, None]).astype(np.float32)
-    steps = rng.integers(-1, 2, a.shape)
-    assert_correctly_rounded(ring, floats((a.view(np.int32) + steps).astype(np.uint32)), l)
+    L = rng.integers(1 << 22, 1 << 23, 4000) * 2 + 1
+    d = 2 * np.arange(LANES) - (LANES - 1)  # odd, on both sides
+    inverse = np.array([pow(int(x), -1, 1 << 25) for x in L])
+    M = inverse[:, None] * d % (1 << 25)
+    M += (M < 1 << 24) * ((1 << 25) - 2 * M)  # of 25 bits: the mirror image, whose d has the other sign
+    a = np.rint(M * L[:, None] / 2.0**25)
+    assert (np.abs(M * L[:, None] - (a * 2.0**25).astype(np.int64)) <= LANES).all()
+    scale = 2.0 ** rng.integers(-60, 30, (len(L), 1))
+    assert_correctly_rounded(ring, a * scale, L * 2.0 ** -rng.integers(0, 24, len(L)))
 
 
 @pytest.mark.parametrize("ring", RINGS)

@@ -46,7 +46,7 @@ def caches() -> str:
     return ", ".join(f"{level} {size}" for level, size in found.items())
 
 
-def facts(blas: str = "") -> dict[str, Any]:
+def facts() -> dict[str, Any]:
     """What figures depend on, for a report. Nothing that names the machine itself."""
     from importlib import metadata
 
@@ -67,7 +67,6 @@ def facts(blas: str = "") -> dict[str, Any]:
         "python": platform.python_version(),
         "numpy": metadata.version("numpy"),
         "llvmlite": metadata.version("llvmlite"),
-        "blas": blas,
     }
 
 

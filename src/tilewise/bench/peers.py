@@ -1,4 +1,4 @@
-"""Peers: one small file each in a folder, loaded when a benchmark runs. benchmarks/README.md says what such a file has."""
+"""Peers: one small file each, loaded when a benchmark runs. benchmarks/README.md says what such a file has."""
 
 from __future__ import annotations
 

@@ -18,6 +18,8 @@ def fma_kernel(mr: int, nr: int) -> Kernel:
         data = b.pointer(call["data"], call["data"], call["end"], F32)
         factor, addend = b.load(data), b.load(data + LANES)
         acc = accumulators(b, mr, nr)
+        for i, cell in enumerate(cell for row in acc for cell in row):
+            cell.value = b.vec(float(i))  # all different, or a compiler might see that they are the same sum
         for _ in b.loop(0, call["steps"]):
             for row in acc:
                 for cell in row:

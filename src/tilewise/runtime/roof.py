@@ -13,7 +13,7 @@ import numpy as np
 from tilewise.arguments import F32Array, I64Array
 from tilewise.kernels.roof import UNROLL, fma_kernel, read_kernel
 from tilewise.runtime.pool import pool_for
-from tilewise.simd.builder import LANES, Kernel
+from tilewise.simd.builder import LANES
 from tilewise.simd.jit import native
 from tilewise.simd.target import Target
 

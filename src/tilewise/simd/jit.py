@@ -48,13 +48,23 @@ def _machine(target: Target) -> llvm.TargetMachine:
 
 
 def _optimized(text: str, machine: llvm.TargetMachine) -> llvm.ModuleRef:
+    """The parsed module after the few passes that pay: kernels are unrolled and vectorised by hand.
+
+    The standard pipeline gives code of the same speed in three times the time.
+    """
     module = llvm.parse_assembly(text)
     module.verify()
-    options = llvm.create_pipeline_tuning_options(speed_level=2)
-    # kernels are unrolled and vectorised by hand
-    options.loop_unrolling = options.loop_vectorization = options.slp_vectorization = False
-    builder = llvm.create_pass_builder(machine, options)
-    builder.getModulePassManager().run(module, builder)
+    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options())
+    passes = llvm.create_new_function_pass_manager()
+    passes.add_sroa_pass()
+    passes.add_simplify_cfg_pass()
+    passes.add_instruction_combine_pass()
+    passes.add_loop_rotate_pass()
+    passes.add_new_gvn_pass()
+    passes.add_simplify_cfg_pass()
+    for function in module.functions:
+        if not function.is_declaration:
+            passes.run(function, builder)
     return module
 
 

@@ -1,0 +1,207 @@
+"""One workload at one number of threads: everybody in turn, round by round, and what came of it as plain data."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from tilewise.arguments import F32Array
+from tilewise.bench import machine
+from tilewise.bench.peers import OURS, Peer, Ready
+from tilewise.bench.runner import Local, Opened, PeerFailed, Runner, one_line
+from tilewise.bench.workloads import Workload, inputs
+from tilewise.reference import attention64
+from tilewise.runtime.roof import READ_AHEAD, RoofProbe
+from tilewise.simd.target import Target
+
+LARGEST_ERROR = 2e-5  # between two float32 results on standard normal inputs; a wrong mask gives 0.01 and more
+FEWEST_ROUNDS, MOST_ROUNDS = 5, 200
+SLOW, SLOW_ROUNDS = 4, 3  # who takes so many times longer than the fastest is timed in so many rounds only
+ROOF = "roof"
+REST = 0.005  # seconds; the threads of some libraries spin for a while after a call
+Step = Callable[[float, str], None]  # (fraction done, what comes now)
+
+
+@dataclass(frozen=True)
+class Settings:
+    seconds: float = 10.0  # of timing a workload
+    repeat: int | None = None  # rounds; None: as many as fit
+    burst: float = 0.005  # seconds of calls in a row, one call at least
+    fewest: int = FEWEST_ROUNDS
+    slow_rounds: int = SLOW_ROUNDS
+
+    def changed(self, seconds: float | None, repeat: int | None) -> Settings:
+        """With what a user chose instead."""
+        return replace(self, seconds=seconds or self.seconds, repeat=repeat or self.repeat)
+
+
+@dataclass(eq=False)
+class Contender:
+    peer: str
+    variant: str
+    runner: Runner
+    opened: Opened
+    error: float = 0.0
+    failed: str = ""
+    bursts: list[list[float]] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> list[float]:
+        """One figure a round: the median of its burst."""
+        return [statistics.median(times) for times in self.bursts]
+
+    @property
+    def typical(self) -> float:
+        return self.opened.typical_seconds
+
+    def sample(self, seconds: float) -> None:
+        if not self.failed:
+            try:
+                self.bursts.append(self.runner.sample(self.variant, seconds))
+            except (Exception, SystemExit) as error:
+                self.failed = str(error) if isinstance(error, PeerFailed) else one_line(error)
+
+
+def measure(
+    w: Workload, threads: int, target: Target, peers: Sequence[tuple[Peer, Runner]], settings: Settings, step: Step
+) -> dict[str, Any]:
+    """Check every peer against our result, then time them in turn with ours and the roof; see benchmarks/README.md.
+
+    Ours runs under the configuration in force, which must say the same threads and target.
+    """
+    ours_runner = Local(OURS, threads)
+    step(0.0, "tilewise")
+    opened = ours_runner.open(w, "attention")
+    if opened.result is None:
+        raise RuntimeError(f"{w.name}: tilewise itself failed: {opened.reason}")
+    ours = Contender(OURS.name, "attention", ours_runner, opened, spot_error(w, opened.result))
+    probe = None if w.tiny else RoofProbe(target, w.kv_bytes, threads)
+    roof = roof_contenders(probe, threads) if probe else []
+    rivals, skipped = open_peers(w, peers, opened.result, step)
+    try:
+        everybody = [*roof, ours, *rivals]
+        rounds, due = schedule(everybody, rivals, settings)
+        pids = [pid for _, runner in peers for pid in runner.pids]
+        before = machine.usage(pids)
+        begin = time.perf_counter()
+        for round_ in range(rounds):
+            for contender, times in zip(everybody, due, strict=True):
+                if round_ in times:
+                    step(0.3 + 0.7 * round_ / rounds, f"{contender.peer} {contender.variant}")
+                    if threads > 1 or pids:
+                        time.sleep(REST)
+                    contender.sample(settings.burst)
+        wall = time.perf_counter() - begin
+        busy = machine.disturbance(before, machine.usage(pids))
+    finally:
+        for runner in (ours_runner, *(r.runner for r in roof[:1]), *(runner for _, runner in peers)):
+            runner.release()
+    skipped += [_skip(x, x.failed) for x in rivals if x.failed]
+    return {
+        "workload": w.name, "title": w.title, "shape": w.shape, "threads": threads, "target": target.name,
+        "flops": w.flops, "kv_bytes": w.kv_bytes, "out_bytes": w.out_bytes, "tiny": w.tiny, "rounds": rounds,
+        "wall_seconds": round(wall, 2), "busy": busy, "roof": roof_record(probe, roof),
+        "ours": record(ours), "peers": [record(x) for x in rivals if not x.failed], "skipped": skipped,
+    }  # fmt: skip
+
+
+def roof_contenders(probe: RoofProbe, threads: int) -> list[Contender]:
+    """The kernels of the roof: fma, and both ways to read as many bytes as the workload's keys and values."""
+    calls: dict[str, Callable[[], None]] = {"fma": probe.fma}
+    calls |= {f"read ahead {ahead}": _reader(probe, ahead) for ahead in READ_AHEAD}
+    runner = Local(Peer(ROOF, None, False, lambda threads: "", {}), threads)
+    opened = {name: runner.add(name, Ready(call, np.asarray), 0) for name, call in calls.items()}
+    return [Contender(ROOF, name, runner, opened[name]) for name in calls]
+
+
+def _reader(probe: RoofProbe, ahead: int) -> Callable[[], None]:
+    return lambda: probe.read(ahead)
+
+
+def open_peers(
+    w: Workload, peers: Sequence[tuple[Peer, Runner]], expected: F32Array, step: Step
+) -> tuple[list[Contender], list[dict[str, str]]]:
+    """(those that gave our result, those that are not timed and why)."""
+    good, skipped = [], []
+    names = [(peer, runner, variant) for peer, runner in peers for variant in peer.variants]
+    for index, (peer, runner, variant) in enumerate(names):
+        step(0.3 * index / len(names), f"check {peer.name} {variant}")
+        contender = Contender(peer.name, variant, runner, runner.open(w, variant))
+        reason = contender.opened.reason
+        if not reason and contender.opened.result is not None:
+            contender.error = largest_error(contender.opened.result, expected)
+            if not contender.error <= LARGEST_ERROR:  # NaN is not
+                reason = f"wrong: differs from ours by {contender.error:.2g}"
+        if reason:
+            skipped.append(_skip(contender, reason))
+        else:
+            good.append(contender)
+    return good, skipped
+
+
+def _skip(contender: Contender, reason: str) -> dict[str, str]:
+    return {"peer": contender.peer, "variant": contender.variant, "reason": reason}
+
+
+def largest_error(result: F32Array, expected: F32Array) -> float:
+    if result.shape != expected.shape:
+        return float("nan")
+    return float(np.abs(result - expected).max())
+
+
+def spot_error(w: Workload, result: F32Array) -> float:
+    """Our own largest error against float64, at a few rows of the first and of the last head."""
+    q, k, v = inputs(w)
+    errors = []
+    for b, h in {(0, 0), (w.B - 1, w.H - 1)}:
+        own = slice(b, b + 1), slice(h // w.group, h // w.group + 1)
+        for i in sorted({0, w.Tq // 2, w.Tq - 1}):
+            arguments = w.arguments | {"q_offset": w.q_offset + i}
+            truth, _ = attention64(q[own[0], h : h + 1, i : i + 1], k[own], v[own], **arguments)
+            errors.append(float(np.abs(result[b, h, i] - truth[0, 0, 0]).max()))
+    return max(errors)
+
+
+def schedule(
+    everybody: Sequence[Contender], rivals: Sequence[Contender], settings: Settings
+) -> tuple[int, list[set[int]]]:
+    """(rounds, the rounds in which each of `everybody` takes part): all of them, but few for rivals that are slow."""
+    fastest = min(x.typical for x in everybody if x.peer != ROOF)
+    slow = [x in rivals and x.typical > SLOW * fastest for x in everybody]
+    regular = sum(
+        x.typical + max(x.typical, settings.burst) for x, is_slow in zip(everybody, slow, strict=True) if not is_slow
+    )
+    rounds = settings.repeat or min(MOST_ROUNDS, max(settings.fewest, int(settings.seconds / regular)))
+    few = {x * rounds // settings.slow_rounds for x in range(settings.slow_rounds)}
+    return rounds, [few if is_slow else set(range(rounds)) for is_slow in slow]
+
+
+def roof_record(probe: RoofProbe | None, roof: Sequence[Contender]) -> dict[str, Any] | None:
+    """Operations and bytes a second, by the median and at best; of the two ways to read, the faster one."""
+    if probe is None:
+        return None
+    fma, *reads = roof
+    read = min(reads, key=lambda x: statistics.median(x.seconds))
+    return {
+        "flops": probe.flops / statistics.median(fma.seconds),
+        "flops_best": probe.flops / min(map(min, fma.bursts)),
+        "read": probe.nbytes / statistics.median(read.seconds),
+        "read_best": probe.nbytes / min(map(min, read.bursts)),
+        "read_kernel": read.variant,
+    }
+
+
+def record(x: Contender) -> dict[str, Any]:
+    """What was measured, in seconds and bytes."""
+    calls = [seconds for times in x.bursts for seconds in times]
+    return {
+        "peer": x.peer, "variant": x.variant, "version": x.runner.version, "median": statistics.median(x.seconds),
+        "best": min(calls), "lowest": min(x.seconds), "highest": max(x.seconds), "calls": len(calls),
+        "rounds": [float(f"{seconds:.6g}") for seconds in x.seconds], "first": x.opened.first_seconds,
+        "growth": x.opened.growth, "first_growth": x.opened.first_growth, "max_error": x.error,
+    }  # fmt: skip

@@ -1,0 +1,233 @@
+"""What the measurements say: figures, the tables on the terminal, the table of the README."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import tilewise as tw
+
+FORMAT = 1  # of the JSON file; benchmarks/README.md describes it
+Result = Mapping[str, Any]
+Record = Mapping[str, Any]
+
+
+def figures(result: Result, x: Record, which: str = "median") -> dict[str, float]:
+    """Speed of a contender by its median or best time: GFLOP/s, GB/s of keys and values, shares of both roofs.
+
+    `share` is of the roof that is the lower one for this workload: the least time that the machine needs / the time.
+    """
+    seconds = x[which]
+    found = {"gflops": result["flops"] / seconds / 1e9, "gbytes": result["kv_bytes"] / seconds / 1e9}
+    if result["roof"]:
+        found["fma_share"] = result["flops"] / result["roof"]["flops"] / seconds
+        found["read_share"] = result["kv_bytes"] / result["roof"]["read"] / seconds
+        found["share"] = max(found["fma_share"], found["read_share"])
+    return found
+
+
+def limit(result: Result) -> str:
+    """Which roof is the lower one here: fma or reads."""
+    own = figures(result, result["ours"])
+    return "fma" if own.get("fma_share", 0) >= own.get("read_share", 0) else "reads"
+
+
+def fastest(result: Result) -> Record | None:
+    """The peer with the lowest median."""
+    return min(result["peers"], key=lambda x: x["median"], default=None)
+
+
+def ratio(result: Result) -> float | None:
+    """How many times our median the fastest peer's is."""
+    best = fastest(result)
+    return best["median"] / result["ours"]["median"] if best else None
+
+
+def summary(result: Result) -> dict[str, Any]:
+    """The figures that a reader looks for first; part of the JSON file."""
+    best = fastest(result)
+    return {
+        **figures(result, result["ours"]),
+        "best": figures(result, result["ours"], "best"),
+        "limit": limit(result) if result["roof"] else None,
+        "fastest_peer": f"{best['peer']} {best['variant']}" if best else None,
+        "ratio": ratio(result),
+    }
+
+
+def duration(seconds: float) -> str:
+    return f"{1e6 * seconds:.1f} us" if seconds < 1e-3 else f"{1e3 * seconds:.3g} ms"
+
+
+def megabytes(nbytes: float | None) -> str:
+    return "?" if nbytes is None else f"{nbytes / 1e6:.1f}"
+
+
+def busy_line(busy: Mapping[str, Any]) -> str:
+    """How busy the machine was, in words."""
+    if not busy["known"]:
+        return f"unknown to this system (load {busy['load']})"
+    text = f"others used {busy['others']:.2f} cores of ours, the host stole {busy['steal']:.2f} (load {busy['load']})"
+    return f"BUSY, figures are doubtful: {text}" if busy["busy"] else f"quiet: {text}"
+
+
+def roof_line(roof: Mapping[str, Any] | None) -> str:
+    if not roof:
+        return "not measured: the fixed cost of a call is what counts"
+    return (
+        f"{roof['flops'] / 1e9:.1f} GFLOP/s (best {roof['flops_best'] / 1e9:.1f}), "
+        f"{roof['read'] / 1e9:.1f} GB/s (best {roof['read_best'] / 1e9:.1f}, {roof['read_kernel']})"
+    )
+
+
+def print_result(result: Result, file: IO[str], width: int) -> None:
+    """One workload: everybody in the order of their medians."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(file=file, width=width)
+    table = Table(
+        title=f"{result['workload']} {result['title']}: {result['shape']}, {_threads(result)}, {result['target']}",
+        title_justify="left", title_style="bold",
+    )  # fmt: skip
+    table.add_column("who")
+    for head in (
+        "median",
+        "best",
+        "lowest-highest",
+        "GFLOP/s",
+        "(best)",
+        "GB/s",
+        "roof",
+        "ours is",
+        "MB",
+        "error",
+        "n",
+    ):
+        table.add_column(head, justify="right", no_wrap=True)
+    for x in sorted([result["ours"], *result["peers"]], key=lambda x: float(x["median"])):
+        table.add_row(*_cells(result, x), style="bold green" if x is result["ours"] else None)
+    console.print(table)
+    for x in result["skipped"]:
+        console.print(f"  not timed: {x['peer']} {x['variant']}: {x['reason']}", markup=False, highlight=False)
+    console.print(f"  roof: {roof_line(result['roof'])}", markup=False, highlight=False)
+    console.print(f"  machine: {busy_line(result['busy'])}", markup=False, highlight=False)
+
+
+def _cells(result: Result, x: Record) -> Iterator[str]:
+    middle, best = figures(result, x), figures(result, x, "best")
+    yield f"{x['peer']} {x['variant']}"
+    yield duration(x["median"])
+    yield duration(x["best"])
+    yield f"{duration(x['lowest'])} - {duration(x['highest'])}"
+    yield f"{middle['gflops']:.1f}"
+    yield f"{best['gflops']:.1f}"
+    yield f"{middle['gbytes']:.2f}"
+    yield f"{100 * middle['share']:.0f} %" if "share" in middle else ""
+    yield "" if x is result["ours"] else f"{x['median'] / result['ours']['median']:.2f}x"
+    yield megabytes(x["growth"])
+    yield f"{x['max_error']:.1e}"
+    yield str(x["calls"])
+
+
+def _threads(result: Result) -> str:
+    return f"{result['threads']} thread{'s' if result['threads'] > 1 else ''}"
+
+
+def print_summary(results: Sequence[Result], file: IO[str], width: int) -> None:
+    """Ours against the fastest peer, a line a workload."""
+    from rich.console import Console
+    from rich.table import Table
+
+    heads = (
+        "workload",
+        "threads",
+        "ours",
+        "GFLOP/s",
+        "GB/s",
+        "of the roof",
+        "fastest peer",
+        "its time",
+        "ratio",
+        "MB",
+        "",
+    )
+    table = Table(*heads, title="summary", title_justify="left", title_style="bold")
+    for result in results:
+        own, best = figures(result, result["ours"]), fastest(result)
+        rival = ["", "", ""]
+        if best:
+            rival = [f"{best['peer']} {best['variant']}", duration(best["median"]), f"{ratio(result):.2f}x"]
+        table.add_row(
+            result["workload"], str(result["threads"]), duration(result["ours"]["median"]), f"{own['gflops']:.1f}",
+            f"{own['gbytes']:.2f}", f"{own['share']:.2f} {limit(result)}" if "share" in own else "",
+            *rival,
+            megabytes(result["ours"]["growth"]), "busy" if result["busy"]["busy"] else "",
+        )  # fmt: skip
+    Console(file=file, width=width).print(table)
+
+
+def facts_lines(run: Mapping[str, Any]) -> Iterator[str]:
+    """The machine and the versions, a line each."""
+    x = run["machine"]
+    yield f"{x['cpu']}, {x['cores']} of {x['cores_of_machine']} cores, {x['caches']}" + ", virtual" * x["virtual"]
+    yield f"tilewise {x['tilewise']}, Python {x['python']}, NumPy {x['numpy']}, llvmlite {x['llvmlite']}"
+    yield from (f"{name} {version}" for name, version in run["peers"].items())
+    yield from (f"missing: {name}: {reason}" for name, reason in run["missing"].items())
+
+
+def save(run: Mapping[str, Any], path: Path) -> None:
+    """Write the JSON file: complete or not at all."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def load(path: Path) -> dict[str, Any]:
+    try:
+        run = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise tw.InvalidArgument(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    if not isinstance(run, dict) or run.get("format") != FORMAT:
+        raise tw.InvalidArgument(f"{path}: expected a file of tilewise bench --json, format {FORMAT}")
+    return run
+
+
+def markdown(run: Mapping[str, Any]) -> str:
+    """The README's table of speed, with the machine, the versions and the command that made it."""
+    heads = ("workload", "shape", "threads", "time", "speed", "of the roof", "fastest peer", "ratio")
+    rows = ["| " + " | ".join(heads) + " |", "|---|---|--:|--:|--:|--:|---|--:|"]
+    rows += ["| " + " | ".join(_markdown_cells(x)) + " |" for x in run["results"]]
+    peers = ", ".join(f"{name} {version}" for name, version in run["peers"].items())
+    x = run["machine"]
+    doubtful = [f"{r['workload']} ({_threads(r)})" for r in run["results"] if r["busy"]["busy"]]
+    notes = [
+        f"Float32, medians, everybody in turn in one run. {x['cpu']}, {x['caches']}"
+        + (", a virtual machine" if x["virtual"] else "")
+        + f". tilewise {x['tilewise']}, target {run['target']}. Peers: {peers or 'none'}.",
+        "The roof is what the same run measured with kernels of its own: float32 multiply-add, or reads of as many "
+        "bytes as the keys and values, whichever is the lower limit. The ratio is the fastest peer's time / ours.",
+        f"Made by `{run['command']}`.",
+    ]
+    if doubtful:
+        notes.append(f"The machine was busy during {', '.join(doubtful)}.")
+    return "\n".join([*rows, "", *notes, ""])
+
+
+def _markdown_cells(result: Result) -> Iterator[str]:
+    own, best = figures(result, result["ours"]), fastest(result)
+    yield f"{result['workload']} {result['title']}"
+    yield result["shape"]
+    yield str(result["threads"])
+    yield duration(result["ours"]["median"])
+    if result["tiny"]:
+        yield ""
+        yield ""
+    else:
+        reads = limit(result) == "reads"
+        yield f"{own['gbytes']:.1f} GB/s" if reads else f"{own['gflops']:.1f} GFLOP/s"
+        yield f"{own['share']:.2f} ({'reads' if reads else 'fma'})"
+    yield f"{best['peer']} {best['variant']}" if best else "none"
+    yield f"{ratio(result):.2f}x" if best else ""
