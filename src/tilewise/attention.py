@@ -14,7 +14,8 @@ from tilewise.runtime.launch import Prepared, launch, prepare
 from tilewise.runtime.pool import Pool, pool_for
 from tilewise.simd.target import current_target
 
-_REMEMBERED = 1024  # prepared calls; a decode loop makes a new one each step, so they are forgotten all at once
+_REMEMBERED = 256  # prepared calls; a decode loop makes a new one each step, so they are forgotten all at once
+_REMEMBERED_BATCH = 64  # sequences: what is remembered grows with them
 _memory: dict[tuple[Any, ...], Prepared] = {}
 
 
@@ -82,43 +83,45 @@ def attention(
     if arena is not None and not isinstance(arena, Arena):
         raise TypeError(f"arena must be a tilewise.Arena or None, got {type(arena).__name__}")
     call, operands = _prepared(
-        workers.threads, q, k, v, causal=causal, window=window, scale=scale, q_offset=q_offset, sinks=sinks,
-        return_lse=return_lse, kv_start=kv_start, kv_len=kv_len, k_offset=k_offset, out=out, lse=lse, br=br, bc=bc,
-        span=span,
+        workers.threads, q, k, v, sinks, out, lse, causal=causal, window=window, scale=scale, q_offset=q_offset,
+        return_lse=return_lse, kv_start=kv_start, kv_len=kv_len, k_offset=k_offset, br=br, bc=bc, span=span,
     )  # fmt: skip
-    o, logsumexp = launch(call, operands, arena, workers)
+    run = launch
+    if current().debug:
+        from tilewise.runtime.trace import launch as run
+    o, logsumexp = run(call, operands, arena, workers)
     return o if logsumexp is None else (o, logsumexp)
 
 
-def _prepared(threads: int, q: Any, k: Any, v: Any, **arguments: Any) -> tuple[Prepared, Operands]:
+def _prepared(
+    threads: int, q: Any, k: Any, v: Any, sinks: Any, out: Any, lse: Any, **arguments: Any
+) -> tuple[Prepared, Operands]:
     """The prepared call: remembered where the same layouts and arguments came before, else checked and planned."""
-    key = _key(threads, q, k, v, arguments)
+    # An array to write into is checked anew each time: whether it overlaps another is a matter of addresses.
+    key = None if out is not None or lse is not None else _key(threads, q, k, v, sinks, arguments)
     try:
         call = _memory.get(key) if key else None
     except TypeError:  # an argument that cannot be hashed: an array of offsets
         key = call = None
     if call is not None:
-        return call, Operands(q, k, v, arguments["sinks"], None, None)
-    problem, operands = make_problem(q, k, v, **arguments)
+        return call, Operands(q, k, v, sinks, None, None)
+    problem, operands = make_problem(q, k, v, sinks=sinks, out=out, lse=lse, **arguments)
     call = prepare(problem, make_plan(problem, current_target(), threads))
-    if key:
+    if key and problem.B <= _REMEMBERED_BATCH:
         if len(_memory) >= _REMEMBERED:
             _memory.clear()
         _memory[key] = call
     return call, operands
 
 
-def _key(threads: int, q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> tuple[Any, ...] | None:
-    """All that a check and a plan depend on; None where they depend on more, such as the overlap of out with q."""
-    sinks = arguments["sinks"]
-    if arguments["out"] is not None or arguments["lse"] is not None:
-        return None
+def _key(threads: int, q: Any, k: Any, v: Any, sinks: Any, arguments: dict[str, Any]) -> tuple[Any, ...] | None:
+    """All that a check and a plan depend on, for arrays of NumPy's own; None for others."""
     layouts: list[Any] = []
     for x in (q, k, v) if sinks is None else (q, k, v, sinks):
         if type(x) is not np.ndarray or not x.flags.aligned:
             return None
         layouts += (x.shape, x.strides, x.dtype)
-    scalars = [x for name, x in arguments.items() if name != "sinks"]
+    scalars = arguments.values()
     knobs = current()
     # the types too: True and 1 are equal keys but not equally good arguments
     return (*layouts, *scalars, *map(type, scalars), threads, knobs.interpret, knobs.target, knobs.check)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -34,20 +35,20 @@ class Plan:
     threads: int
     batch: int  # work items between two looks at signals
 
-    @property
+    @cached_property
     def items(self) -> int:
         return int(self.first_item[-1])
 
-    @property
+    @cached_property
     def kernel(self) -> Kernel:
         return forward_kernel(self.shape)
 
-    @property
+    @cached_property
     def worker_bytes(self) -> int:
         """Scratch of one worker."""
         return self.shape.worker_bytes(self.rows)
 
-    @property
+    @cached_property
     def scratch_bytes(self) -> int:
         """What the call takes from the arena: a slice for each thread, also for one that a small call does not wake."""
         return self.threads * self.worker_bytes

@@ -86,9 +86,9 @@ def parse_stat(text: str, cores: Iterable[int], tick: int) -> tuple[float, float
     work = stolen = 0
     for name, *columns in (line.split() for line in text.splitlines() if line.startswith("cpu")):
         if name in wanted:
-            ticks = [int(x) for x in columns]
+            ticks = [*map(int, columns), *[0] * STEAL]  # not every system fills every column
             work += sum(ticks[x] for x in (USER, NICE, SYSTEM, IRQ, SOFTIRQ))
-            stolen += ticks[STEAL] if len(ticks) > STEAL else 0
+            stolen += ticks[STEAL]
     return work / tick, stolen / tick
 
 

@@ -21,7 +21,7 @@ from tilewise.simd.target import Target
 
 LARGEST_ERROR = 2e-5  # between two float32 results on standard normal inputs; a wrong mask gives 0.01 and more
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 200
-SLOW, SLOW_ROUNDS = 4, 3  # who takes so many times longer than the fastest is timed in so many rounds only
+SLOW, SLOW_ROUNDS = 4, 3  # who takes so many times longer than the fastest takes part in so few rounds
 ROOF = "roof"
 REST = 0.005  # seconds; the threads of some libraries spin for a while after a call
 Step = Callable[[float, str], None]  # (fraction done, what comes now)
@@ -172,7 +172,7 @@ def schedule(
 ) -> tuple[int, list[set[int]]]:
     """(rounds, the rounds in which each of `everybody` takes part): all of them, but few for rivals that are slow."""
     fastest = min(x.typical for x in everybody if x.peer != ROOF)
-    slow = [x in rivals and x.typical > SLOW * fastest for x in everybody]
+    slow = [x in rivals and x.typical > max(SLOW * fastest, settings.burst) for x in everybody]
     regular = sum(
         x.typical + max(x.typical, settings.burst) for x, is_slow in zip(everybody, slow, strict=True) if not is_slow
     )

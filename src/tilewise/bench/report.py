@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import tilewise as tw
+from tilewise.bench.runner import NOT_FOR_IT
 
 FORMAT = 1  # of the JSON file; benchmarks/README.md describes it
 Result = Mapping[str, Any]
@@ -110,7 +111,7 @@ def print_result(result: Result, file: IO[str], width: int) -> None:
     for x in sorted([result["ours"], *result["peers"]], key=lambda x: float(x["median"])):
         table.add_row(*_cells(result, x), style="bold green" if x is result["ours"] else None)
     console.print(table)
-    for x in result["skipped"]:
+    for x in (x for x in result["skipped"] if x["reason"] != NOT_FOR_IT):
         console.print(f"  not timed: {x['peer']} {x['variant']}: {x['reason']}", markup=False, highlight=False)
     console.print(f"  roof: {roof_line(result['roof'])}", markup=False, highlight=False)
     console.print(f"  machine: {busy_line(result['busy'])}", markup=False, highlight=False)

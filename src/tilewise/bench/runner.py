@@ -18,6 +18,7 @@ from tilewise.bench.peers import Missing, Peer, Ready, load_peer
 from tilewise.bench.workloads import Workload, inputs
 
 WARM_BELOW = 0.25  # seconds; a longer call is not preceded by an untimed one, the caches matter little to it
+NOT_FOR_IT = "does not apply"  # a variant that is meant for other workloads
 MOST_CALLS = 2000  # in a burst
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _HARMFUL = ("OPENBLAS_CORETYPE",)  # would give NumPy's matrix product the kernels of another processor
@@ -65,7 +66,7 @@ class Local:
         try:
             ready = self._peer.variants[variant](w, *inputs(w))
             if not isinstance(ready, Ready):
-                return Opened(ready or "does not apply")
+                return Opened(ready or NOT_FOR_IT)
             return self.add(variant, ready, w.out_bytes)
         except (Exception, SystemExit) as error:  # a peer that cannot do a shape is a finding, not the end
             return Opened(one_line(error))

@@ -185,7 +185,7 @@ class Arena:
                 generous = min(generous, self._limit - self.used)
         for attempt in (max(size, generous), size):
             try:
-                return _aligned(attempt)
+                return aligned(attempt)
             except (MemoryError, OverflowError, ValueError):  # NumPy has three ways to say that it is too much
                 continue
         raise self._exhausted(nbytes)
@@ -208,7 +208,8 @@ class Arena:
             )
 
 
-def _aligned(nbytes: int) -> Bytes:
+def aligned(nbytes: int) -> Bytes:
+    """`nbytes` bytes of memory of their own, at a multiple of 64 bytes: scratch for one call without an arena."""
     nbytes = max(nbytes, ALIGNMENT)  # an empty slice would begin where the array does, which need not be aligned
     raw: Bytes = np.empty(nbytes + ALIGNMENT - 1, np.uint8)
     address: int = raw.__array_interface__["data"][0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from dataclasses import dataclass
 from typing import Any
@@ -10,16 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilewise.arguments import F32Array, I64Array
+from tilewise.config import current
 from tilewise.errors import KernelError
 from tilewise.kernels.tables import CALL, CALL_INDEX, SEQUENCE, SEQUENCE_INDEX
 from tilewise.plan import Plan
 from tilewise.problem import Operands, Problem
-from tilewise.runtime.arena import Arena
+from tilewise.runtime.arena import Arena, aligned
 from tilewise.runtime.pool import Pool
 from tilewise.simd.jit import Entry, executable
 
 # Where an address in the tables starts from: nothing, the tables themselves, or an array of the call.
 BASES = ("none", "tables", "scratch", "q", "k", "v", "o", "lse", "sinks")
+_DATA = object.__basicsize__  # where an ndarray holds the address of its data
 _COUNTER, _ABORT = CALL_INDEX["counter"], CALL_INDEX["abort"]
 
 
@@ -32,7 +35,7 @@ class Prepared:
     entry: Entry
     offsets: I64Array
     base: NDArray[np.intp]
-    scratch_bytes: int
+    checked: bool  # bounds are checked and scratch is poisoned
 
 
 def prepare(problem: Problem, plan: Plan) -> Prepared:
@@ -66,7 +69,7 @@ def prepare(problem: Problem, plan: Plan) -> Prepared:
     progress = np.zeros(plan.workers, np.int64)
     return Prepared(
         problem, plan, executable(plan.kernel), np.concatenate([call, sequences.ravel(), progress]),
-        np.concatenate([call_base, sequence_base.ravel(), progress.astype(np.intp)]), plan.scratch_bytes,
+        np.concatenate([call_base, sequence_base.ravel(), progress.astype(np.intp)]), current().check >= 2,
     )  # fmt: skip
 
 
@@ -89,32 +92,32 @@ def _sequences(problem: Problem, plan: Plan) -> tuple[I64Array, NDArray[np.intp]
 
 def launch(call: Prepared, operands: Operands, arena: Arena | None, pool: Pool) -> tuple[F32Array, F32Array | None]:
     """Compute (o, lse); lse is None where it was not asked for. The arena is rewound, also when something fails."""
-    problem = call.problem
+    if arena is None and not call.checked:
+        return _run(call, operands, aligned(call.plan.scratch_bytes), pool)
     scratch_arena = Arena() if arena is None else arena
     mark = scratch_arena.mark()
     try:
-        scratch = scratch_arena.alloc(call.scratch_bytes)
-        out, lse = operands.out, operands.lse
-        if out is None:
-            out = np.empty(problem.out_shape, np.float32)
-        if lse is None and problem.return_lse:
-            lse = np.empty(problem.lse_shape, np.float32)
-        if out.size:
-            tables = np.empty_like(call.offsets)
-            bases = np.array([0, *map(_address, (tables, scratch, *operands[:3], out, lse, operands.sinks))], np.int64)
-            np.add(call.offsets, bases[call.base], out=tables)
-            _run(call, tables, int(bases[1]), pool)
-        return out, lse
+        return _run(call, operands, scratch_arena.alloc(call.plan.scratch_bytes), pool)
     finally:
         scratch_arena.rewind(mark)
 
 
-def _address(x: Any) -> int:
-    return 0 if x is None else x.__array_interface__["data"][0]
+def _run(call: Prepared, operands: Operands, scratch: Any, pool: Pool) -> tuple[F32Array, F32Array | None]:
+    problem, (q, k, v, sinks, out, lse) = call.problem, operands
+    if out is None:
+        out = np.empty(problem.out_shape, np.float32)
+    if lse is None and problem.return_lse:
+        lse = np.empty(problem.lse_shape, np.float32)
+    if out.size:
+        tables = np.empty_like(call.offsets)
+        bases = np.array([0, *map(address_of, (tables, scratch, q, k, v, out, lse, sinks))], np.int64)
+        np.add(call.offsets, bases[call.base], out=tables)
+        _work(call, tables, pool)
+    return out, lse
 
 
-def _run(call: Prepared, tables: I64Array, address: int, pool: Pool) -> None:
-    items, entry = call.plan.items, call.entry
+def _work(call: Prepared, tables: I64Array, pool: Pool) -> None:
+    items, entry, address = call.plan.items, call.entry, address_of(tables)
 
     def work(worker: int) -> None:
         while tables[_COUNTER] < items:  # a run of the kernel ends after `batch` items, to let signals in
@@ -126,3 +129,12 @@ def _run(call: Prepared, tables: I64Array, address: int, pool: Pool) -> None:
         tables[_COUNTER] = items
 
     pool.run(call.plan.workers, work, cancel)
+
+
+def address_of(x: NDArray[Any] | None) -> int:
+    """The address of an array's first element; 0 for None.
+
+    NumPy's own ways (`ctypes.data`, `__array_interface__`) build an object for it and take longer than a small kernel.
+    The pointer is the first field of an array in NumPy's published binary interface.
+    """
+    return 0 if x is None else ctypes.c_void_p.from_address(id(x) + _DATA).value or 0

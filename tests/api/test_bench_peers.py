@@ -1,0 +1,44 @@
+"""The adapters of benchmarks/peers: whichever library is installed here gives our result, in every variant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import tilewise as tw
+from tilewise.bench.measure import LARGEST_ERROR, largest_error
+from tilewise.bench.peers import FOLDER, Missing, Peer, load_peer
+from tilewise.bench.runner import start
+from tilewise.bench.workloads import WORKLOADS, Workload, inputs
+
+KINDS = (
+    Workload("chunk", "", 2, 4, 2, 20, 36, 16, causal=True, q_offset=16),
+    Workload("window", "", 1, 2, 2, 40, 40, 8, causal=True, window=9),
+    Workload("square", "", 1, 4, 2, 65, 65, 64, causal=True), Workload("plain", "", 2, 3, 3, 70, 70, 32),
+    Workload("decode", "", 2, 8, 2, 1, 200, 64, causal=True, q_offset=199), WORKLOADS["call"],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.filterwarnings("ignore")  # of other people's libraries
+def test_installed_peer_gives_our_result(path: Path) -> None:
+    peer = load_peer(path)
+    if isinstance(peer, Missing):
+        pytest.skip(peer.reason)
+    assert isinstance(peer, Peer)
+    runner, done = start(peer, 1), set()
+    try:
+        assert runner.version
+        for w in KINDS:
+            ours = tw.attention(*inputs(w), **w.arguments)
+            for variant in peer.variants:
+                opened = runner.open(w, variant)
+                if opened.result is not None:
+                    done.add(variant)
+                    assert largest_error(opened.result, ours) <= LARGEST_ERROR, (w.name, variant)
+                    assert len(runner.sample(variant, 0.0)) == 1
+            runner.release()
+    finally:
+        runner.close()
+    assert done == set(peer.variants)
