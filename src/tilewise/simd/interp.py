@@ -7,6 +7,7 @@ bit. Slow: for small problems only.
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +20,7 @@ from tilewise.simd.builder import LANES, WORDS, Bool, Builder, Element, Int, Int
 
 F32Array = NDArray[np.float32]
 _IOTA = np.arange(LANES)
+_atomic = threading.Lock()
 
 
 def fma32(x: F32Array, y: F32Array, z: F32Array) -> F32Array:
@@ -115,9 +117,10 @@ def _store_int(p: Ptr, x: int) -> None:
 
 
 def _fetch_add(p: Ptr, x: int) -> int:
-    cell = _memory(p, 1, np.int64)
-    before = int(cell[0])
-    cell[0] = before + x
+    with _atomic:
+        cell = _memory(p, 1, np.int64)
+        before = int(cell[0])
+        cell[0] = before + x
     return before
 
 

@@ -21,14 +21,16 @@ from pathlib import Path
 import llvmlite.binding as llvm
 
 from tilewise.config import current
+from tilewise.errors import TargetError
 from tilewise.simd.builder import Kernel
 from tilewise.simd.interp import interpret
 from tilewise.simd.lower import llvm_ir
-from tilewise.simd.target import Target, current_target
+from tilewise.simd.target import Target, current_target, missing_features
 
 Entry = Callable[[int, int], int]
 _SIGNATURE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 _DIGEST_SIZE = 32
+_PASSES = ("sroa", "simplify_cfg", "instruction_combine", "loop_rotate", "new_gvn", "simplify_cfg")
 _lock = threading.Lock()
 _entries: dict[tuple[str, str, bool], Entry] = {}
 _libraries: list[tuple[llvm.LLJIT, llvm.ResourceTracker]] = []  # the owners of the loaded code
@@ -56,12 +58,8 @@ def _optimized(text: str, machine: llvm.TargetMachine) -> llvm.ModuleRef:
     module.verify()
     builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options())
     passes = llvm.create_new_function_pass_manager()
-    passes.add_sroa_pass()
-    passes.add_simplify_cfg_pass()
-    passes.add_instruction_combine_pass()
-    passes.add_loop_rotate_pass()
-    passes.add_new_gvn_pass()
-    passes.add_simplify_cfg_pass()
+    for name in _PASSES:
+        getattr(passes, f"add_{name}_pass")()
     for function in module.functions:
         if not function.is_declaration:
             passes.run(function, builder)
@@ -128,8 +126,8 @@ def _write_cached(path: Path, code: bytes) -> None:
 
 
 def cache_key(text: str, target: Target) -> str:
-    """What a compiled kernel depends on: its IR text, the target and the LLVM that compiles it."""
-    facts = (text, target.name, target.triple, target.cpu, repr(llvm.llvm_version_info))
+    """What a compiled kernel depends on: its IR text, the target, the passes and the LLVM that compiles it."""
+    facts = (text, " ".join(_PASSES), target.name, target.triple, target.cpu, repr(llvm.llvm_version_info))
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()
 
 
@@ -163,6 +161,8 @@ def _dump(folder: str, kernel: Kernel, target: Target, text: str) -> None:
 
 def native(kernel: Kernel, target: Target, checked: bool = False) -> Entry:
     """The kernel compiled for a target of this machine (once a process), as a function of (table, worker)."""
+    if missing := missing_features(target):
+        raise TargetError(f"target {target.name} cannot run on this machine: it lacks {', '.join(missing)}")
     key = (kernel.name, target.name, checked)
     entry = _entries.get(key)
     if entry is None:

@@ -118,17 +118,17 @@ class LlvmBuilder(Builder):
     def guard(self, p: Ptr, size: Any) -> Any:
         """The raw pointer, after a check that [p, p + size) lies in its extent where checks are asked for.
 
-        A failed check leaves the kernel at once; the address is its result.
+        An access of no bytes is none. A failed check leaves the kernel at once; its result is the address, 1 for null.
         """
         if self.checked:
-            address = self.ir.ptrtoint(p.raw, _I64)
-            low = self.ir.icmp_signed("<", address, p.lo)
-            high = self.ir.icmp_signed(">", self.ir.add(address, size), p.hi)
+            b, zero = self.ir, ir.Constant(_I64, 0)
+            address = b.ptrtoint(p.raw, _I64)
+            outside = b.or_(b.icmp_signed("<", address, p.lo), b.icmp_signed(">", b.add(address, size), p.hi))
             fault, fine = (self.function.append_basic_block(name) for name in ("fault", "fine"))
-            self.ir.cbranch(self.ir.or_(low, high), fault, fine)
-            self.ir.position_at_end(fault)
-            self.ir.ret(address)
-            self.ir.position_at_end(fine)
+            b.cbranch(b.and_(outside, b.icmp_signed(">", size, zero)), fault, fine)
+            b.position_at_end(fault)
+            b.ret(b.select(b.icmp_signed("==", address, zero), ir.Constant(_I64, 1), address))
+            b.position_at_end(fine)
         return p.raw
 
     def guard_part(self, p: Ptr, count: Any) -> Any:
@@ -148,9 +148,9 @@ def _max(b: LlvmBuilder, x: Any, y: Any) -> Any:
 
 
 def _between(b: LlvmBuilder, lo: Any, hi: Any) -> Any:
-    # one unsigned compare: x - lo < hi - lo, both clipped to the lanes first so that 32 bits hold them
+    # one unsigned compare: x - lo < hi - lo; clipped first, so that 32 bits hold what counts
     zero, end = ir.Constant(_I64, 0), ir.Constant(_I64, LANES)
-    lo = _minmax(b, "smin", _minmax(b, "smax", lo, zero), end)
+    lo = _minmax(b, "smax", lo, zero)
     hi = _minmax(b, "smax", _minmax(b, "smin", hi, end), lo)
     start = b.splat(b.ir.trunc(lo, _I32))
     count = b.splat(b.ir.trunc(b.ir.sub(hi, lo), _I32))

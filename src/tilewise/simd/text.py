@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tilewise.simd.builder import WORDS, Bool, Builder, Element, Int, IntLike, Kernel, Ptr, Value
+from tilewise.simd.builder import WORDS, Bool, Builder, Element, Int, IntLike, IVec, Kernel, Mask, Ptr, Value, Vec
 
 _INFIX = {
     "iadd": "+", "isub": "-", "imul": "*", "idiv": "//", "irem": "%", "ilt": "<", "ile": "<=", "ieq": "==",
     "both": "and", "either": "or", "add": "+", "sub": "-", "mul": "*", "div": "/", "lt": "<", "le": "<=", "eq": "==",
     "nadd": "+", "nsub": "-", "nand": "&", "mand": "&", "mor": "|",
 }  # fmt: skip
+_KINDS = {Int: "i", Vec: "v", IVec: "n", Mask: "m", Bool: "b"}
 
 
 class TextBuilder(Builder):
@@ -57,13 +58,15 @@ class TextBuilder(Builder):
     def new_slot(self, initial: Value) -> Any:
         name = self._name("x")
         self._line(f"{name} := {initial.raw}")
-        return name
+        return name, _KINDS[type(initial)]
 
     def read_slot(self, slot: Any) -> Any:
-        return slot
+        name = self._name(slot[1])
+        self._line(f"{name} = {slot[0]}")
+        return name
 
     def write_slot(self, slot: Any, raw: Any) -> None:
-        self._line(f"{slot} := {raw}")
+        self._line(f"{slot[0]} := {raw}")
 
     def _block(self, head: str) -> Iterator[None]:
         self._line(head)
