@@ -318,7 +318,6 @@ def test_every_word_of_memory_is_checked() -> None:
     assert ACCESSES.keys() == MEMORY_WORDS.keys() - {"prefetch", "pause"}
 
 
-# Fails until `guard` returns something other than the address for the null pointer: 0 means that all was well.
 @pytest.mark.parametrize("ring", NATIVE_TARGETS)
 def test_checked_native_code_reports_the_null_pointer(ring: str) -> None:
     def body(b: Builder, result: Ptr) -> None:
@@ -328,7 +327,6 @@ def test_checked_native_code_reports_the_null_pointer(ring: str) -> None:
     assert run(body, ring, out, checked=True) != 0
 
 
-# Fails until `guard_part` lets an access of no lane pass, as the interpreter and unchecked native code do.
 @pytest.mark.parametrize("ring", RINGS)
 @pytest.mark.parametrize("count", [0, -3])
 @pytest.mark.parametrize("offset", [-1, 3 * LANES])

@@ -42,7 +42,6 @@ def in_threads(body: Any, ring: str, workers: int, *arrays: Any) -> None:
         thread.join()
 
 
-# Interpreted, fails until a `fetch_add` is one step for the other threads: it reads, adds and writes in three.
 @pytest.mark.usefixtures("_hasty")
 @pytest.mark.parametrize("ring", RINGS)
 def test_fetch_add_gives_each_number_once(ring: str) -> None:
