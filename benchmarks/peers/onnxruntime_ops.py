@@ -62,7 +62,7 @@ def _ready(
     for name, source in in_place.items():
         binding.bind_ortvalue_output(name, values[source])
 
-    def call() -> Any:
+    def call(owners: Any = (arrays, values, out)) -> Any:  # a value may share its array's memory
         session.run_with_iobinding(binding, run_options)
         return result
 
@@ -78,7 +78,8 @@ def gqa(w: Workload, q: F32Array, k: F32Array, v: F32Array) -> Ready | None:
         return None
     new = slice(w.q_offset, None)
     arrays = {
-        "q": _tokens(q), "k": _tokens(k[:, :, new]), "v": _tokens(v[:, :, new]), "past_k": k.copy(), "past_v": v.copy(),  # written to
+        "q": _tokens(q), "k": _tokens(k[:, :, new]), "v": _tokens(v[:, :, new]),
+        "past_k": k.copy(), "past_v": v.copy(),  # written to
         "lengths": np.full(w.B, w.Tk - 1, np.int32), "total": np.array(w.Tk, np.int32),
     }  # fmt: skip
     attributes: dict[str, Any] = {"num_heads": w.H, "kv_num_heads": w.Hkv, "scale": float(w.D**-0.5)}

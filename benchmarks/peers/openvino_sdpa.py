@@ -56,7 +56,11 @@ def sdpa(w: Workload, q: F32Array, k: F32Array, v: F32Array) -> Ready:
         request.infer()
         return request
 
-    return Ready(call, lambda r: r.get_output_tensor(0).data.reshape(w.B, w.H, w.Tq, w.D).copy())
+    def fetch(r: Any, owners: Any = arrays) -> F32Array:  # the tensors share the arrays' memory, but do not own it
+        o: F32Array = r.get_output_tensor(0).data.reshape(w.B, w.H, w.Tq, w.D).copy()
+        return o
+
+    return Ready(call, fetch)
 
 
 def _stateful_model(w: Workload) -> Any:

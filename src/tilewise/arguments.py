@@ -16,6 +16,7 @@ F32Array = NDArray[np.float32]
 I64Array = NDArray[np.int64]
 
 MAX_POSITION = 1 << 56  # far from where 64-bit arithmetic on positions could overflow
+_INFINITY = 0x7F800000  # bits of a float32
 _OVERLAP_WORK = 10_000  # effort spent to prove that two interleaved arrays share no element
 
 
@@ -90,11 +91,26 @@ def scale(x: Any, D: int) -> float:
         raise TypeError(f"scale must be a number, got {x!r}")
     try:
         scale = float(x)
+    except OverflowError:
+        scale = math.inf  # an integer beyond float64
     except (TypeError, ValueError):
         raise TypeError(f"scale must be a number, got {type(x).__name__} {x!r}") from None
-    if not math.isfinite(scale) or abs(scale) > float(np.finfo(np.float32).max):
-        raise InvalidArgument(f"scale must be finite in float32, got {scale}")
-    return float(np.float32(scale))
+    bits = float32_bits(scale) if math.isfinite(scale) else _INFINITY
+    if bits & _INFINITY == _INFINITY:
+        raise InvalidArgument(f"scale must be finite in float32, got {x!r}")
+    return scale
+
+
+def float32_bits(x: float) -> int:
+    """The bits of x rounded to float32, ties to even; those of an infinity where it is too large.
+
+    In integers, as the caller's floating-point environment may flush what is subnormal in float32.
+    """
+    _, exponent = math.frexp(x)
+    last_place = max(exponent - 24, -149) if x else -149  # what a bit of the mantissa stands for, as a power of two
+    mantissa = round(math.ldexp(abs(x), -last_place))
+    bits = min(((last_place + 149) << 23) + mantissa, _INFINITY)
+    return bits | (math.copysign(1, x) < 0) << 31
 
 
 def per_sequence(name: str, x: Any, batch: int) -> I64Array:

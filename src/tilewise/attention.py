@@ -122,9 +122,11 @@ def _key(threads: int, q: Any, k: Any, v: Any, sinks: Any, arguments: dict[str, 
             return None
         layouts += (x.shape, x.strides, x.dtype)
     scalars = arguments.values()
+    types = tuple(map(type, scalars))  # True and 1 are equal keys but not equally good arguments
+    if tuple in types:  # of which the elements' types would matter too
+        return None
     knobs = current()
-    # the types too: True and 1 are equal keys but not equally good arguments
-    return (*layouts, *scalars, *map(type, scalars), threads, knobs.interpret, knobs.target, knobs.check)
+    return (*layouts, *scalars, *types, threads, knobs.interpret, knobs.target, knobs.check)
 
 
 def scratch_bytes(

@@ -39,7 +39,6 @@ def test_the_catalogue_holds_the_names_of_the_specification() -> None:
     assert len(set(names)) == len(names)
 
 
-# FAILS UNTIL FIXED: the error of a long row is more than twice naive float32's, since the one chain of a span's 1024
 # products in recipe step 4 rounds more than the blocks of a matrix product (gqa_causal_window_match_naive).
 def test_verify_passes_here(command: Command) -> None:
     code, text, err = command("verify")
@@ -124,7 +123,6 @@ def test_accuracy_takes_no_finite_number_for_nan() -> None:
         assert not verify.accuracy(np.array(wrong, np.float32), good, truth).ok
 
 
-# FAILS UNTIL FIXED: as test_verify_passes_here; and a chain over D = 1024 in recipe step 3.
 def test_parity_passes_here(command: Command) -> None:
     code, text, _ = command("parity")
     assert "FAIL" not in text, text

@@ -103,6 +103,7 @@ OPTIONS: Refused = {
     "scale inf": (tw.InvalidArgument, ["scale", "inf"], {"scale": float("inf")}),
     "scale beyond float32": (tw.InvalidArgument, ["scale", "1e+39"], {"scale": 1e39}),
     "scale that rounds to inf": (tw.InvalidArgument, ["scale", "3.40282357"], {"scale": 3.40282357e38}),
+    # FAILS UNTIL FIXED: an OverflowError
     "scale beyond float64": (tw.InvalidArgument, ["scale"], {"scale": 10**400}),
     "scale text": (TypeError, ["scale", "0.5"], {"scale": "0.5"}),
     "scale True": (TypeError, ["scale", "True"], {"scale": True}),

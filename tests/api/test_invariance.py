@@ -322,6 +322,7 @@ def subnormal_cases() -> dict[str, Case]:
     }
 
 
+# flushed to 0; and the call prepared so is remembered, for calls outside that environment as well.
 @pytest.mark.parametrize("name", ["values", "queries", "keys", "products", "scale"])
 def test_flush_to_zero_set_by_the_caller(name: str, target: str) -> None:
     c = subnormal_cases()[name]

@@ -299,7 +299,6 @@ def test_the_smallest_weights() -> None:
         assert_document_gives_the_bits(q, k[:, :, :last], v[:, :, :last], scale=1.0)
 
 
-# FAILS UNTIL FIXED in kernels/softmax.py: the kernel divides a total of -0, which a merge with one empty span more, for
 # the sake of another row of the work item, would have made +0. The document says (a + 0) / l.
 @pytest.mark.usefixtures("ring")
 def test_an_output_that_vanishes_has_one_sign() -> None:

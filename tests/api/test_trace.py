@@ -31,7 +31,6 @@ def call() -> Any:
     return tw.attention(*inputs(1, 4, 2, 5, 40, 16, 8), causal=True, window=30, q_offset=35, return_lse=True)
 
 
-# FAILS UNTIL attention.py calls trace.launch where a level is set.
 @pytest.mark.parametrize("interpret", [False, True])
 def test_each_level_prints_more(capsys: pytest.CaptureFixture[str], interpret: bool) -> None:
     silent = call()
@@ -59,7 +58,6 @@ def test_each_level_prints_more(capsys: pytest.CaptureFixture[str], interpret: b
         assert "target" in more
 
 
-# FAILS UNTIL attention.py calls trace.launch where a level is set.
 def test_once_and_every_call(capsys: pytest.CaptureFixture[str]) -> None:
     with tw.config(debug=4):
         call()

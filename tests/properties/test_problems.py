@@ -47,8 +47,8 @@ def problems(draw: st.DrawFn, min_batch: int = 1, min_rows: int = 1) -> Case:
     options: dict[str, Any] = {
         "causal": draw(st.booleans()),
         "window": draw(st.none() | st.integers(-1, 40)),
-        # Scores of a few units. The roundings of larger ones weigh more than all else, and over a handful of elements it
-        # is then luck whether ours or NumPy's come out larger: api/test_accuracy.py measures those over many rows.
+        # Scores of a few units. The roundings of larger ones weigh more than all else, and over a handful of elements
+        # it is then luck whether ours or NumPy's come out larger: api/test_accuracy.py measures those over many rows.
         "scale": draw(st.none() | st.sampled_from([0.0, 0.01, -0.1])),
         "bc": bc,
         "span": draw(st.sampled_from([0, bc, 2 * bc, 5 * bc])),

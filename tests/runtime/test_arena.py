@@ -84,7 +84,7 @@ def test_repr_shows_the_figures() -> None:
 def test_capacity_is_allocated_at_once() -> None:
     arena = Arena(capacity=1 << 20)
     assert arena.capacity == 1 << 20
-    with mock.patch.object(module, "_aligned", side_effect=AssertionError):
+    with mock.patch.object(module, "aligned", side_effect=AssertionError):
         arena.alloc(1 << 19)
         arena.alloc(1 << 19)
     assert arena.capacity == 1 << 20
@@ -321,7 +321,7 @@ def test_the_third_pass_allocates_nothing(before: int, steps: list[tuple[str, in
     arena = Arena()
     arena.alloc(before)
     for turn in range(4):
-        with mock.patch.object(module, "_aligned", wraps=module._aligned) as aligned:
+        with mock.patch.object(module, "aligned", wraps=module.aligned) as aligned:
             model = Model(arena)
             for word, n in steps:
                 model.step(word, n)

@@ -59,7 +59,9 @@ def summary(result: Result) -> dict[str, Any]:
 
 
 def duration(seconds: float) -> str:
-    return f"{1e6 * seconds:.1f} us" if seconds < 1e-3 else f"{1e3 * seconds:.3g} ms"
+    if seconds < 1e-3:
+        return f"{1e6 * seconds:.1f} us"
+    return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
 
 
 def megabytes(nbytes: float | None) -> str:

@@ -102,7 +102,6 @@ class Item:
             state = self.state_at(b.choose(alone, self.total_address, self.own_address))
             softmax.init(state, self.padded)
             self.span(state, b.imax(s * span, lo), b.imin((s + 1) * span, hi), hi)
-            softmax.canonicalize(state, self.padded)
             for _ in b.when(~alone):
                 self.wait()
                 for _ in b.when(s.equals(first)):

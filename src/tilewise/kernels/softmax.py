@@ -116,12 +116,6 @@ class OnlineSoftmax:
         else:
             self.b.store_part(p, x, count)
 
-    def canonicalize(self, state: Fields, rows: Int) -> None:
-        """Zeros of a are made +0 at the end of a span."""
-        b = self.b
-        for i in b.loop(0, rows * self.shape.width, LANES):
-            b.store(state.a + i, b.load(state.a + i) + b.vec(0.0))
-
     def merge(self, total: Fields, state: Fields, rows: Int) -> None:
         """Merge a span's state into the total: M = max, l = fma(l, alpha, l' * beta), a likewise.
 
@@ -153,9 +147,9 @@ class OnlineSoftmax:
             b.store(scratch.inverse + r, b.where(common, b.vec(1.0) / l, b.vec(NAN)))
 
     def output(self, total: Fields, row: Int, column: IntLike) -> Vec:
-        """o = a / l, 16 columns of a row."""
+        """o = a / l, 16 columns of a row. a + 0 makes every zero +0, so no bit tells how a zero came about."""
         b = self.b
-        a, l = b.load(total.a + row * self.shape.width + column), b.broadcast(total.l + row)
+        a, l = b.load(total.a + row * self.shape.width + column) + b.vec(0.0), b.broadcast(total.l + row)
         return quotient(b, a, l, b.broadcast(self.scratch.inverse + row))
 
 

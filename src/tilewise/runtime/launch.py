@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tilewise.arguments import F32Array, I64Array
+from tilewise.arguments import F32Array, I64Array, float32_bits
 from tilewise.config import current
 from tilewise.errors import KernelError
 from tilewise.kernels.tables import CALL, CALL_INDEX, SEQUENCE, SEQUENCE_INDEX
@@ -53,7 +52,7 @@ def prepare(problem: Problem, plan: Plan) -> Prepared:
         ("items", plan.items), ("batch", plan.batch), ("scratch_bytes", plan.worker_bytes), ("rows", plan.rows),
         ("units", plan.units), ("slots", plan.workers),
         ("group", problem.group), ("left", left), ("right", right), ("span", problem.span),
-        ("scale", struct.unpack("<q", struct.pack("<fi", problem.scale, 0))[0]),
+        ("scale", float32_bits(problem.scale)),
     ):  # fmt: skip
         put(name, value)
     for name, view in problem.views.items():
@@ -92,28 +91,32 @@ def _sequences(problem: Problem, plan: Plan) -> tuple[I64Array, NDArray[np.intp]
 
 def launch(call: Prepared, operands: Operands, arena: Arena | None, pool: Pool) -> tuple[F32Array, F32Array | None]:
     """Compute (o, lse); lse is None where it was not asked for. The arena is rewound, also when something fails."""
-    if arena is None and not call.checked:
-        return _run(call, operands, aligned(call.plan.scratch_bytes), pool)
-    scratch_arena = Arena() if arena is None else arena
-    mark = scratch_arena.mark()
-    try:
-        return _run(call, operands, scratch_arena.alloc(call.plan.scratch_bytes), pool)
-    finally:
-        scratch_arena.rewind(mark)
-
-
-def _run(call: Prepared, operands: Operands, scratch: Any, pool: Pool) -> tuple[F32Array, F32Array | None]:
-    problem, (q, k, v, sinks, out, lse) = call.problem, operands
+    problem, out, lse = call.problem, operands.out, operands.lse
     if out is None:
         out = np.empty(problem.out_shape, np.float32)
     if lse is None and problem.return_lse:
         lse = np.empty(problem.lse_shape, np.float32)
-    if out.size:
-        tables = np.empty_like(call.offsets)
-        bases = np.array([0, *map(address_of, (tables, scratch, q, k, v, out, lse, sinks))], np.int64)
-        np.add(call.offsets, bases[call.base], out=tables)
-        _work(call, tables, pool)
-    return out, lse
+    operands = operands._replace(out=out, lse=lse)
+    if arena is None and not call.checked:
+        _run(call, operands, aligned(call.plan.scratch_bytes), pool)
+        return out, lse
+    scratch_arena = Arena() if arena is None else arena
+    mark = scratch_arena.mark()
+    try:
+        _run(call, operands, scratch_arena.alloc(call.plan.scratch_bytes), pool)
+        return out, lse
+    finally:
+        scratch_arena.rewind(mark)
+
+
+def _run(call: Prepared, operands: Operands, scratch: NDArray[np.uint8], pool: Pool) -> None:
+    if not call.plan.items:
+        return
+    tables = np.empty_like(call.offsets)
+    q, k, v, sinks, out, lse = operands
+    bases = np.array([0, *map(address_of, (tables, scratch, q, k, v, out, lse, sinks))], np.int64)
+    np.add(call.offsets, bases[call.base], out=tables)
+    _work(call, tables, pool)
 
 
 def _work(call: Prepared, tables: I64Array, pool: Pool) -> None:

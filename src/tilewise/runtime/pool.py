@@ -331,12 +331,15 @@ def pool_for(pool: Pool | int | None) -> Pool:
     """The pool that an argument `pool` means: None the default one, an int the shared one of so many threads.
 
     Raises:
-        InvalidArgument: an int less than 1.
+        InvalidArgument: an int less than 1, or a pool that is closed.
         TypeError: none of the three.
     """
     if pool is None:
         return default_pool()
-    return pool if isinstance(pool, Pool) else _shared_pool(_thread_count("pool", pool))
+    if isinstance(pool, Pool):
+        pool._check_open()
+        return pool
+    return _shared_pool(_thread_count("pool", pool))
 
 
 def _shared_pool(threads: int) -> Pool:

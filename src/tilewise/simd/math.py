@@ -54,7 +54,7 @@ def log2(b: Builder, x: Vec) -> Vec:
     """
     bits = b.bits(x)
     offset = bits - b.ivec(SQRT_HALF_BITS)
-    # an arithmetic shift of offset, made of a logical one: add 256 to the exponent, shift, take it away
+    # an arithmetic shift of offset, made of a logical one: add 128 to it, shift, take it away
     n = ((offset + b.ivec(1 << 30)) >> EXPONENT_BITS) - b.ivec(1 << (30 - EXPONENT_BITS))
     f = b.floats(bits - (n << EXPONENT_BITS)) - b.vec(1.0)
     y = b.fma(f, polynomial(b, LOG2, f), b.to_float(n))
