@@ -42,7 +42,11 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 
 # Outside the package: NumPy for everyone, the rest by name. None: any library (a frontend imports its own).
-THIRD_PARTY: dict[str, set[str] | None] = {"cli": {"click", "rich", "safetensors"}, "frontends": None}
+THIRD_PARTY: dict[str, set[str] | None] = {
+    "bench": {"click", "matplotlib", "rich"},
+    "cli": {"click", "rich", "safetensors"},
+    "frontends": None,
+}
 LLVMLITE_FILES = {"simd/lower.py", "simd/jit.py", "simd/target.py"}
 LLVMLITE_IR_FILES = {"simd/lower.py"}
 NOT_IN_KERNELS = {"ctypes", "importlib", "os"}

@@ -169,6 +169,41 @@ def assert_as_accurate_as_naive(result: Result, c: Case) -> None:
         )
 
 
+def assert_within_error_bound(result: Result, c: Case) -> None:
+    """Every element is within the a-priori bound of recipe 1's arithmetic, computed from the data in float64.
+
+    With u = 2^-24: a score of D terms errs by at most (D + 5) u times the sum of its terms' sizes, and y - M by u times
+    |y| + |M|; exp2, and alpha once a tile, add a few u. So a weight errs relatively by at most `weight`, the output by
+    twice that and n u for its n additions, times the weighted mean of |v|. For single problems this is wider than what
+    is seen, by a factor of 10 or so; but it holds for all of them, and the error of naive float32 is a matter of luck.
+    """
+    u = 2.0**-24
+    (o, lse), (exact_o, exact_lse) = result, c.exact()
+    B, H, _, D = c.q.shape
+    group, Tk = H // c.k.shape[1], c.k.shape[2]
+    scale, visible = float(dict(c._masks())["scale"]), c.visible()
+    tiles = Tk // (c.options.get("bc") or 64) + Tk // (c.options.get("span") or 1024) + 4
+    for b in range(B):
+        for h in range(H):
+            q, k, v = c.q[b, h].astype(float), c.k[b, h // group].astype(float), c.v[b, h // group].astype(float)
+            for i, seen in enumerate(visible[b]):
+                keys, values = k[seen], np.abs(v[seen])
+                if not len(keys):
+                    continue
+                s = scale * (keys @ q[i])
+                weights = np.exp(s - s.max())
+                weights /= weights.sum()
+                score = (D + 5) * u * abs(scale) * (np.abs(keys) @ np.abs(q[i]))
+                weight = np.expm1(score + 4 * u * (np.abs(s) + np.abs(s).max())).max() + 8 * u * tiles
+                total = 2 * weight + (len(keys) + 8) * u
+                assert (np.abs(o[b, h, i] - exact_o[b, h, i]) <= total * (weights @ values) + 1e-37).all(), (b, h, i)
+                allowed = total + score.max() + 4 * u * np.abs(exact_lse[b, h, i])
+                assert abs(lse[b, h, i] - exact_lse[b, h, i]) <= allowed, (b, h, i)
+    empty = ~np.broadcast_to(visible.any(2)[:, None], lse.shape)
+    np.testing.assert_array_equal(lse[empty], exact_lse[empty].astype(np.float32))
+    assert (o[empty] == 0).all()
+
+
 _FLUSH = {"x86_64": 0x8040, "aarch64": 1 << 24}  # MXCSR: flush-to-zero, denormals-are-zero; FPCR: FZ
 _ACCESS = {
     "x86_64": """

@@ -8,10 +8,11 @@ import pytest
 
 import tilewise as tw
 from tilewise.bench.measure import LARGEST_ERROR, largest_error
-from tilewise.bench.peers import FOLDER, Missing, Peer, load_peer
+from tilewise.bench.peers import Missing, Peer, load_peer
 from tilewise.bench.runner import start
 from tilewise.bench.workloads import WORKLOADS, Workload, inputs
 
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "peers"
 KINDS = (
     Workload("chunk", "", 2, 4, 2, 20, 36, 16, causal=True, q_offset=16),
     Workload("window", "", 1, 2, 2, 40, 40, 8, causal=True, window=9),

@@ -201,5 +201,5 @@ def installed_peers(chosen: str | None, folder: Path | None) -> tuple[list[Peer]
     if not folder.is_dir():
         if chosen:
             raise tw.InvalidArgument("--peers: their adapters are in benchmarks/ of a checkout: give --peers-folder")
-        return [], [Missing("all peers", "their adapters are in benchmarks/ of a checkout")]
+        return [], [Missing("all peers", "their adapters are in benchmarks/peers of a checkout: --peers-folder")]
     return load_peers(folder, words(chosen or ""))

@@ -116,4 +116,4 @@ def inputs(seed: int, B: int, H: int, Hkv: int, Tq: int, Tk: int, D: int, Dv: in
     Dv = D if Dv is None else Dv
     heads, kv_heads = np.linspace(0.5, 2.0, H)[:, None, None], np.linspace(0.7, 1.3, Hkv)[:, None, None]
     q, k, v = (rng.standard_normal(shape) for shape in ((B, H, Tq, D), (B, Hkv, Tk, D), (B, Hkv, Tk, Dv)))
-    return (q * heads).astype(np.float32), (k * kv_heads).astype(np.float32), (v + kv_heads).astype(np.float32)
+    return (q * heads).astype(np.float32), (k * kv_heads).astype(np.float32), (v * kv_heads).astype(np.float32)
