@@ -24,7 +24,7 @@ from tilewise.config import current
 from tilewise.errors import TargetError
 from tilewise.simd.builder import Kernel
 from tilewise.simd.interp import interpret
-from tilewise.simd.lower import llvm_ir
+from tilewise.simd.lower import llvm_ir, trampoline_ir
 from tilewise.simd.target import Target, current_target, missing_features
 
 Entry = Callable[[int, int], int]
@@ -180,5 +180,33 @@ def executable(kernel: Kernel) -> Entry:
     """The kernel in the ring that the configuration asks for: native, or interpreted word by word."""
     knobs = current()
     if knobs.interpret:
-        return lambda table, worker: interpret(kernel, table, worker)
+        return _interpreted(kernel, current_target())
     return native(kernel, current_target(), knobs.check >= 2)
+
+
+def _interpreted(kernel: Kernel, target: Target) -> Entry:
+    """The interpreter as an entry: called back from native code that sets the floating-point environment, as NumPy's
+    arithmetic obeys the caller's."""
+    with _lock:
+        trampoline = _entries.get(("trampoline", target.name, False))
+        if trampoline is None:
+            code = compile_object(trampoline_ir(target), target)
+            trampoline = _entries["trampoline", target.name, False] = _load(code, "trampoline", target)
+
+    def entry(table: int, worker: int) -> int:
+        failures: list[BaseException] = []
+
+        def run(_: int, worker: int) -> int:
+            try:
+                return interpret(kernel, table, worker)
+            except BaseException as failure:  # a callback from C cannot raise
+                failures.append(failure)
+                return 0
+
+        callback = _SIGNATURE(run)
+        trampoline(ctypes.cast(callback, ctypes.c_void_p).value or 0, worker)
+        if failures:
+            raise failures[0]
+        return 0
+
+    return entry

@@ -289,6 +289,28 @@ def llvm_ir(kernel: Kernel, target: Target, checked: bool = False) -> str:
     kernel.body(b, Int(b, body.args[0]), Int(b, body.args[1]))
     b.finish()
     _call_in_default_float_environment(module, kernel.name, body, target.architecture)
-    # llvmlite knows no string attributes: the widest vectors that LLVM may use are those of the target
+    return _with_vector_width(module, target)
+
+
+_INDIRECT_CALL = """define internal i64 @"trampoline.body"(i64 %function, i64 %argument) noinline {
+  %pointer = inttoptr i64 %function to ptr
+  %result = call i64 %pointer(i64 0, i64 %argument)
+  ret i64 %result
+}
+"""  # in text, as llvmlite's call wants a callee whose type it knows
+
+
+def trampoline_ir(target: Target) -> str:
+    """`i64 trampoline(i64 function, i64 argument)`: function(0, argument) in the default floating-point environment."""
+    module = ir.Module("trampoline")
+    module.triple = target.triple
+    body = ir.Function(module, ir.FunctionType(_I64, [_I64, _I64]), "trampoline.body")
+    _call_in_default_float_environment(module, "trampoline", body, target.architecture)
+    declaration = r"^declare i64 @\"trampoline.body\".*$"
+    return re.sub(declaration, _INDIRECT_CALL, _with_vector_width(module, target), flags=re.MULTILINE)
+
+
+def _with_vector_width(module: ir.Module, target: Target) -> str:
+    """The text; llvmlite knows no string attributes: the widest vectors that LLVM may use are those of the target."""
     width = f'"prefer-vector-width"="{target.vector_bits}" "min-legal-vector-width"="{target.vector_bits}"'
     return re.sub(r"^(define [^\n]*\))", rf"\1 {width}", str(module), flags=re.MULTILINE)
