@@ -137,8 +137,9 @@ def read_mutant(path: Path) -> Mutant:
 
 
 def read_mutants(root: Path) -> list[Mutant]:
-    """All mutants of a tree, by name."""
-    return [read_mutant(path) for path in sorted((root / FOLDER).glob("*.txt"))]
+    """All mutants of a tree, by name, those that are harmless last."""
+    mutants = [read_mutant(path) for path in (root / FOLDER).glob("*.txt")]
+    return sorted(mutants, key=lambda mutant: (mutant.harmless, mutant.name))
 
 
 def apply(mutant: Mutant, tree: Path) -> None:
@@ -151,7 +152,9 @@ def apply(mutant: Mutant, tree: Path) -> None:
         text = texts.get(path) or path.read_text()
         count = text.count(patch.old)
         if count != 1 or patch.old == patch.new:
-            raise BadMutant(f"{mutant.name}: the old text occurs {count} times in {patch.file}, not once: {patch.old!r}")
+            raise BadMutant(
+                f"{mutant.name}: the old text occurs {count} times in {patch.file}, not once: {patch.old!r}"
+            )
         texts[path] = text.replace(patch.old, patch.new)
     for path, text in texts.items():
         path.write_text(text)
@@ -181,7 +184,13 @@ def run_tests(tree: Path, tests: Iterable[str], cache: str, timeout: float) -> t
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", *tests]
     try:
         done = subprocess.run(
-            command, cwd=tree, env=environment(tree, cache), capture_output=True, text=True, timeout=timeout, check=False
+            command,
+            cwd=tree,
+            env=environment(tree, cache),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return "hangs", f"after {timeout:.0f} s"
@@ -232,13 +241,14 @@ def run_all(mutants: Sequence[Mutant], root: Path, work: Path, jobs: int) -> Ite
 
 def report(results: Sequence[Result], seconds: float) -> bool:
     """Print the sums; whether all went as it must."""
+    spent = sum(os.times()[2:4])  # of the processes that have ended: what counts where others use the machine too
     for harmless in (False, True):
         group = [result for result in results if result.mutant.harmless == harmless]
         good = sum(result.good for result in group)
         if group and harmless:
             print(f"{good} of {len(group)} harmless changes moved no bit")
         elif group:
-            print(f"killed {good}/{len(group)} mutants in {seconds:.0f} s")
+            print(f"killed {good}/{len(group)} mutants in {seconds:.0f} s ({spent:.0f} s of processor time)")
     return all(result.good for result in results)
 
 

@@ -97,5 +97,8 @@ def _rows(problem: Problem) -> int:
 def _spans(problem: Problem, rows: int) -> int:
     """How many spans the keys that a query tile sees may touch, at most."""
     left, right = problem.bounds
-    keys = min(int(problem.kv_len.max(initial=0)), left + right + 1 + -(-rows // max(1, problem.group)))
-    return (keys + problem.span - 2) // problem.span + 1 if keys else 1
+    first, end = problem.k_offset, problem.k_offset + problem.kv_len
+    lo = np.maximum(first, problem.q_offset - left)
+    hi = np.minimum(end, problem.q_offset + problem.rows + right)
+    keys = min(int((hi - lo).max(initial=0)), left + right + 1 + -(-rows // max(1, problem.group)))
+    return (keys + problem.span - 2) // problem.span + 1 if keys > 0 else 1

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import tilewise as tw
-from tests.support import assert_same_bits
 from tilewise.bench import machine, report
 from tilewise.bench.measure import Contender, Settings, schedule
 from tilewise.bench.runner import Opened
@@ -55,6 +54,7 @@ PEERS = {
         'NAME = "far"\nISOLATED = True\nVARIANTS = {"dies": dies, "reference": right}\n'
         'def start(threads):\n    print("noise", flush=True)\n    os.write(1, b"noise")\n    return "7.1"'
     ),
+    "c_late": 'NAME = "late"\nISOLATED = True\ndef start(threads): raise OSError("no AVX-9")\nVARIANTS = {"x": right}',
     "d_gone": 'NAME = "gone"\nNEEDS = ("no_such_library",)',
     "e_shut": 'NAME = "shut"\nmissing = lambda: "set SHUT"',
     "f_broken": 'NAME = "broken"\ndef start(threads): raise ImportError("libfoo.so")\nVARIANTS = {"x": right}',
@@ -129,15 +129,6 @@ def test_mask_is_that_of_the_reference() -> None:
         assert np.abs(o - attention32(q, k, v, **w.arguments)[0]).max() < 2e-6
 
 
-def test_inputs_begin_on_a_cache_line_and_stay_the_same() -> None:
-    first = [x.copy() for x in inputs(TINY)]
-    inputs.cache_clear()
-    for x, y in zip(first, inputs(TINY), strict=True):
-        assert_same_bits(x, y)
-        assert y.ctypes.data % 64 == 0
-        assert 0.5 < y.std() < 1.5
-
-
 # ---- the roof
 @pytest.mark.parametrize("threads", [1, 2])
 def test_reads_read_every_byte(threads: int) -> None:
@@ -209,14 +200,23 @@ def test_own_time_is_not_others() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_peak_growth_sees_what_is_freed_again() -> None:
-    def call() -> int:
+    kept = []
+
+    def large() -> int:
         return int(np.ones(8 << 20, np.float32)[0])
 
-    for _ in range(2):  # nor does memory that is kept for the next time hide it
+    def many() -> int:
+        blocks = []
+        for _ in range(400):
+            blocks.append(np.ones(20_000, np.float32))
+            kept.append(bytearray(1000))  # between two blocks: malloc keeps those that are free for the next time
+        return int(blocks[0][0])
+
+    for call in (large, many) * 2:
         result, growth = machine.peak_growth(call)
         assert result == 1
         assert growth is not None
-        assert 32e6 < growth < 36e6
+        assert 31e6 < growth < 36e6
     _, none = machine.peak_growth(lambda: None)
     assert none is not None
     assert none < 1e6
@@ -232,6 +232,7 @@ def test_run(bench: Command, tmp_path: Path) -> None:
     assert result["peers"] == {"good": "7.1 with 1", "bad": "7.1 with 1", "far": "7.1"}
     assert result["missing"] == {
         "gone": "needs no_such_library", "shut": "set SHUT", "broken": "ImportError: libfoo.so",
+        "late": "OSError: no AVX-9",
     }  # fmt: skip
     assert result["command"] == "tilewise bench --workload T1,call --threads 1 --repeat 4"
     assert str(tmp_path) not in path.read_text()

@@ -1,4 +1,4 @@
-"""The adapters of benchmarks/peers: whichever library is installed here gives our result, in every variant."""
+"""The adapters of benchmarks/peers: whichever library is installed here gives our result, from the same inputs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import tilewise as tw
+from tests.support import assert_same_bits
 from tilewise.bench.measure import LARGEST_ERROR, largest_error
 from tilewise.bench.peers import Missing, Peer, load_peer
 from tilewise.bench.runner import start
@@ -43,3 +44,12 @@ def test_installed_peer_gives_our_result(path: Path) -> None:
     finally:
         runner.close()
     assert done == set(peer.variants)
+
+
+def test_inputs_begin_on_a_cache_line_and_stay_the_same() -> None:
+    first = [x.copy() for x in inputs(KINDS[0])]
+    inputs.cache_clear()
+    for x, y in zip(first, inputs(KINDS[0]), strict=True):
+        assert_same_bits(x, y)
+        assert y.ctypes.data % 64 == 0
+        assert 0.5 < y.std() < 1.5

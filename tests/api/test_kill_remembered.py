@@ -6,7 +6,6 @@ The bits of a row are the same on every target, so a wrong target shows in the p
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from tilewise.simd import jit
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The prepared call of each call of attention, in order."""
     seen: list[Any] = []
 
@@ -30,7 +29,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     front_door = sys.modules["tilewise.attention"]  # the function of that name hides the module
     monkeypatch.setattr(front_door, "_memory", {})
     monkeypatch.setattr(front_door, "launch", watched)
-    yield seen
+    return seen
 
 
 @pytest.mark.skipif(len(RUNNABLE) < 2, reason=f"this machine runs one target only: {RUNNABLE}")

@@ -70,9 +70,7 @@ def test_attention_in_threads(name: str, outputs_of_threads: dict[str, list[byte
 
 def assert_bits_of_this_machine(name: str, outputs: dict[str, list[bytes]]) -> None:
     wanted = EXAMPLES[name].run()
-    got = tuple(
-        np.frombuffer(data, np.float32).reshape(x.shape) for data, x in zip(outputs[name], wanted, strict=True)
-    )
+    got = tuple(np.frombuffer(data, np.float32).reshape(x.shape) for data, x in zip(outputs[name], wanted, strict=True))
     assert_same_bits(got, wanted, f"of aarch64 and of this machine: {name}")
 
 

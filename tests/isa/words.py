@@ -1,4 +1,4 @@
-"""The kernel language as fixtures: each word of tests/simd/test_words.py, the words of memory, and what is made of them."""
+"""The kernel language as fixtures: the words of tests/simd/test_words.py, those of memory, and what is made of them."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pickle
@@ -133,7 +134,11 @@ class Remote:
         environment |= dict.fromkeys(_THREADS, str(self._threads))
         command = [sys.executable, "-c", "from tilewise.bench.runner import serve; serve()"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-        self.version: str = self._ask("start", str(self._peer.path), self._threads)
+        try:
+            self.version: str = self._ask("start", str(self._peer.path), self._threads)
+        except PeerFailed:
+            self.close()
+            raise
         self.pids = [self._process.pid]
 
     def open(self, w: Workload, variant: str) -> Opened:
@@ -151,13 +156,14 @@ class Remote:
         return times
 
     def release(self) -> None:
-        if self._process.poll() is None:
+        with contextlib.suppress(PeerFailed):  # whoever ended has released all it had
             self._ask("release")
 
     def close(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe:
-                pipe.close()
+                with contextlib.suppress(OSError):  # what was not sent yet goes nowhere
+                    pipe.close()
         try:
             self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
@@ -172,9 +178,9 @@ class Remote:
             pickle.dump(message, stdin)
             stdin.flush()
             good, value = pickle.load(stdout)
-        except (EOFError, OSError, pickle.UnpicklingError):
-            code = self._process.wait()
-            raise PeerFailed(f"its process ended with code {code}") from None
+        except Exception:  # it ended, or what came is no answer of ours
+            self.close()
+            raise PeerFailed(f"its process ended with code {self._process.returncode}") from None
         if not good:
             raise PeerFailed(value)
         return value

@@ -375,7 +375,7 @@ class Builder(ABC):
         self.word("store_release", p, self.integer(x).raw)
 
     def pause(self) -> None:
-        """Wait a moment inside a loop that waits for another thread."""
+        """Inside a loop that waits for another thread: let it have the core."""
         self.word("pause")
 
 

@@ -24,7 +24,7 @@ from tilewise.config import current
 from tilewise.errors import TargetError
 from tilewise.simd.builder import Kernel
 from tilewise.simd.interp import interpret
-from tilewise.simd.lower import llvm_ir, trampoline_ir
+from tilewise.simd.lower import YIELD, llvm_ir, trampoline_ir
 from tilewise.simd.target import Target, current_target, missing_features
 
 Entry = Callable[[int, int], int]
@@ -143,11 +143,22 @@ def _object_of(text: str, target: Target) -> bytes:
     return code
 
 
+def _yield_address() -> int:
+    """The system's function that lets another thread have the core: a thread that spins may hold up the very one it
+    waits for."""
+    if sys.platform == "win32":
+        function = ctypes.windll.kernel32.SwitchToThread
+    else:
+        function = ctypes.CDLL(None).sched_yield
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
 def _load(code: bytes, name: str, target: Target) -> Entry:
     _initialize()
     # JITLink puts all sections of an object into one block, so the small code model's 32-bit distances always reach
     linker = llvm.create_lljit_compiler(_machine(target), use_jit_link=True)
-    library = llvm.JITLibraryBuilder().add_object_img(code).export_symbol(name).link(linker, name)
+    builder = llvm.JITLibraryBuilder().add_object_img(code).import_symbol(YIELD, _yield_address())
+    library = builder.export_symbol(name).link(linker, name)
     _libraries.append((linker, library))
     return _SIGNATURE(library[name])
 

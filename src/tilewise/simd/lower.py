@@ -17,6 +17,7 @@ _BITS = ir.IntType(LANES)  # a mask, a bit a lane
 _VM, _VN, _VF = (ir.VectorType(element, LANES) for element in (_I1, _I32, _F))
 _ELEMENT = {"f32": _F, "i64": _I64}
 _IOTA = ir.Constant(_VN, list(range(LANES)))
+YIELD = "tilewise_yield"  # the function behind `pause`, which whoever loads a kernel provides
 _DEFAULT_MXCSR = 0x1F80  # round to nearest, all exceptions masked, no flush-to-zero, no denormals-are-zero
 _DEFAULT_FPCR = 0  # the same on aarch64
 
@@ -182,10 +183,7 @@ def _prefetch(b: LlvmBuilder, p: Ptr, locality: int) -> None:
 
 
 def _pause(b: LlvmBuilder) -> None:
-    if b.module.triple.startswith("x86_64"):
-        b.intrinsic("llvm.x86.sse2.pause", ir.VoidType())
-    else:
-        b.intrinsic("llvm.aarch64.hint", ir.VoidType(), ir.Constant(_I32, 1))  # YIELD
+    b.intrinsic(YIELD, ir.VoidType())
 
 
 def _fetch_add(b: LlvmBuilder, p: Ptr, x: Any) -> Any:

@@ -119,13 +119,13 @@ class Problem:
             for t, shape in enumerate(((B, H, Tq, D), (B, Hkv, Tk, D), (B, Hkv, Tk, Dv)))
         )
         k = k * (8 + 8 * np.arange(Tk) // max(1, Tk))[:, None]
-        arrays = tuple(np.ldexp(x.astype(np.float32), e) for x, e in ((q, -19), (k, -21), (v, -19)))
+        q, k, v = (np.ldexp(x.astype(np.float32), e) for x, e in ((q, -19), (k, -21), (v, -19)))
         for change in self.changes:
-            change(*arrays)
+            change(q, k, v)
         options = {"q_offset": 0, **self.options}
         if options.pop("sinks", False):
             options["sinks"] = np.ldexp(integers(4 * self.number + 3, H).astype(np.float32), -17)
-        return (arrays[0], arrays[1], arrays[2]), options
+        return (q, k, v), options
 
     def sums(self, **arguments: Any) -> dict[str, str]:
         """The three sums of this problem, as computed here and now."""
@@ -136,7 +136,10 @@ class Problem:
 
 
 def _numbered(*rows: tuple[Any, ...]) -> tuple[Problem, ...]:
-    return tuple(Problem(number, *row[:3], changes=row[3:]) for number, row in enumerate(rows))
+    return tuple(
+        Problem(number, name, sizes, options, tuple(changes))
+        for number, (name, sizes, options, *changes) in enumerate(rows)
+    )
 
 
 _TILE = {"bc": 16, "span": 48}

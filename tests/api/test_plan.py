@@ -1,0 +1,167 @@
+"""What is chosen for a problem: rows a query tile, panel, work items, workers. Worked out by hand from the rules.
+
+None of it moves a bit, so no test of results would notice a wrong choice: it would only be slow, or take more memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tilewise.plan import Plan, make_plan
+from tilewise.problem import make_problem
+from tilewise.simd.target import TARGETS
+
+WIDE, NARROW = TARGETS["x86-64-v4"], TARGETS["x86-64-v3"]
+
+
+def plan(
+    B: int = 1, H: int = 1, Hkv: int = 1, Tq: int = 1, Tk: int = 1, D: int = 16, Dv: int = 16, threads: int = 1,
+    target: Any = WIDE, **options: Any,
+) -> Plan:  # fmt: skip
+    room = np.zeros(1024, np.float32)  # every row is the same memory: only the shapes count here
+    shapes = (B, H, Tq, D), (B, Hkv, Tk, D), (B, Hkv, Tk, Dv)
+    q, k, v = (np.lib.stride_tricks.as_strided(room, shape, (0, 0, 0, 4)) for shape in shapes)
+    problem, _ = make_problem(q, k, v, **{"q_offset": 0, **options})
+    return make_plan(problem, target, threads)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows"),
+    [
+        ({"Tq": 1}, 1),
+        ({"Tq": 7}, 7),
+        ({"Tq": 383}, 383),
+        ({"Tq": 384}, 384),
+        ({"Tq": 1000}, 384),  # 1 / 384 of the products
+        ({"Tq": 1000, "D": 512, "Dv": 256}, 256),  # 2^18 floats of q, a and the total: 2^18 / (512 + 2 * 256)
+        ({"Tq": 1000, "D": 256, "Dv": 256}, 352),  # 2^18 / 768 = 341, in whole panels
+        ({"Tq": 1000, "D": 1024, "Dv": 1024}, 96),  # 85, in whole panels
+        ({"Tq": 3, "H": 4}, 12),  # all heads of a group
+        ({"Tq": 200, "H": 6, "Hkv": 2}, 384),
+        ({"Tq": 100, "H": 6, "Hkv": 2}, 300),
+        ({"Tq": 100, "br": 3}, 3),
+        ({"Tq": 100, "br": 16}, 16),
+        ({"Tq": 100, "br": 17}, 32),  # in whole panels, once it is more than one
+        ({"Tq": 100, "br": 3, "H": 4}, 12),
+        ({"Tq": 100, "br": 5, "H": 4}, 32),
+        ({"Tq": 5, "br": 8}, 5),
+        ({"Tq": 1000, "br": 1000}, 1000),  # what is asked for, whatever the cache
+        ({"Tq": 0}, 1),
+        ({"Tq": 5, "H": 0, "Hkv": 0}, 1),
+    ],
+    ids=str,
+)
+def test_rows(sizes: dict[str, int], rows: int) -> None:
+    assert plan(**sizes).rows == rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "panel"),
+    [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8, 8), (9, 16), (16, 16), (17, 16), (300, 16)],
+)
+@pytest.mark.parametrize("target", [WIDE, NARROW], ids=lambda target: target.name)
+def test_panel_and_register_tile(rows: int, panel: int, target: Any) -> None:
+    shape = plan(Tq=rows, D=24, Dv=40, bc=7, target=target).shape
+    assert (shape.D, shape.Dv, shape.Bc, shape.panel) == (24, 40, 7, panel)
+    assert (shape.mr, shape.nr) == target.register_tile(panel)
+    assert plan(Tq=rows, target=target).target is target
+
+
+def test_work_items() -> None:
+    """3 sequences of 40 rows of a group of 2, in tiles of 32: 3 tiles for each of 2 KV heads."""
+    p = plan(B=3, H=4, Hkv=2, Tq=40, Tk=9, br=16)
+    assert p.first_item.tolist() == [0, 6, 12, 18]
+    assert (p.items, p.units) == (18, 1)
+    assert plan(B=2, Tq=0).first_item.tolist() == [0, 0, 0]
+    assert plan(B=0, Tq=4).first_item.tolist() == [0]
+
+
+SPLIT = {"Tq": 4, "br": 1, "bc": 4, "span": 8}  # 4 tiles
+
+
+@pytest.mark.parametrize(
+    ("sizes", "threads", "units"),
+    [
+        ({"Tk": 64}, 1, 1),  # one thread: nothing to share
+        ({"Tk": 64}, 2, 9),  # 4 tiles < 4 a thread; 64 keys touch 9 spans of 8 if they begin inside one
+        ({"Tk": 57}, 2, 8),
+        ({"Tk": 58}, 2, 9),
+        ({"Tk": 2}, 2, 2),
+        ({"Tk": 1}, 2, 1),
+        ({"Tk": 0}, 2, 1),
+        ({"Tk": 64, "Tq": 7}, 2, 9),
+        ({"Tk": 64, "Tq": 8}, 2, 1),  # 8 tiles are enough for 2 threads
+        ({"Tk": 64, "Tq": 8}, 3, 9),
+        ({"Tk": 64, "H": 2, "Hkv": 2}, 2, 1),  # tiles of both heads count
+        ({"Tk": 64, "B": 2}, 2, 1),
+        ({"Tk": 640, "window": 3}, 2, 81),  # a row sees what comes after it
+        ({"Tk": 640, "window": 3, "causal": True}, 2, 2),  # 3 keys and 1 row touch at most 4
+        ({"Tk": 640, "window": 10, "causal": True}, 2, 3),  # 11 keys touch 3 spans
+        ({"Tk": 640, "window": 9, "causal": True}, 2, 3),
+        ({"Tk": 640, "window": 8, "causal": True}, 2, 2),
+        ({"Tk": 640, "window": 8, "causal": True, "br": 2}, 2, 3),  # a tile of 2 rows sees one more
+        ({"Tk": 640, "window": 7, "causal": True, "br": 2}, 2, 2),
+        ({"Tk": 640, "window": 7, "causal": True, "br": 2, "H": 2}, 2, 2),  # 4 rows of 2 heads are 2 positions
+        ({"Tk": 64, "kv_len": 10}, 2, 3),
+        ({"B": 2, "Tk": 64, "Tq": 2, "kv_len": [3, 20]}, 2, 4),  # the longest sequence counts
+    ],
+    ids=str,
+)
+def test_spans_become_work_items(sizes: dict[str, Any], threads: int, units: int) -> None:
+    p = plan(threads=threads, **{**SPLIT, **sizes})
+    assert p.units == units
+    tiles = sizes.get("B", 1) * sizes.get("Hkv", 1) * -(-sizes.get("Tq", SPLIT["Tq"]) // sizes.get("br", 1))
+    assert p.items == tiles * units
+
+
+# 1000 rows see 1000 keys, D 16, Dv 16: 64 million flops; 384 rows a tile: 3 tiles
+@pytest.mark.parametrize(
+    ("sizes", "threads", "workers"),
+    [
+        ({}, 1, 1),
+        ({}, 2, 2),
+        ({}, 64, 6),  # 3 tiles of 2 spans
+        ({"span": 64}, 64, 33),  # 51 items; a worker for every 2 million flops, and one
+        ({"Tq": 31, "H": 1, "Tk": 1000, "br": 1, "span": 64}, 64, 1),  # 1,984,000 flops
+        ({"Tq": 32, "H": 1, "Tk": 1000, "br": 1, "span": 64}, 64, 2),  # 2,048,000
+        ({"Tq": 0}, 4, 1),
+    ],
+    ids=str,
+)
+def test_workers(sizes: dict[str, int], threads: int, workers: int) -> None:
+    p = plan(threads=threads, **{"Tq": 1000, "Tk": 1000, **sizes})
+    assert p.workers == workers
+    assert p.threads == threads
+    assert p.scratch_bytes == threads * p.worker_bytes  # also of those that are not woken
+    assert p.worker_bytes == p.shape.worker_bytes(p.rows)
+
+
+def test_batch() -> None:
+    """A run of the kernel ends after about 10^9 flops, to let signals in."""
+    assert plan(Tq=1000, Tk=1000).batch == 46  # 3 items of 64 million together
+    assert plan(Tq=10_000, Tk=100_000, br=16).batch == 9  # 625 items of 64,000 million together
+    assert plan(Tq=1000, Tk=1_000_000).batch == 1
+    assert plan(Tq=0).batch == 1
+    assert plan(Tk=0).batch == 1_000_000_000
+
+
+def test_flops_of_the_masks() -> None:
+    """Only visible pairs cost anything: so a causal problem wakes fewer workers."""
+    sizes = {"Tq": 64, "Tk": 1000, "br": 1, "threads": 64}
+    assert plan(**sizes).workers == 3  # 4,096,000 flops
+    assert plan(**sizes, causal=True).workers == 1  # rows at 0 to 63
+
+
+def test_explanation() -> None:
+    assert plan(Tq=4, Tk=64, br=1, bc=4, span=8, threads=2).explain().splitlines() == [
+        "target x86-64-v4: 32 registers of 512 bits, a register tile of 1 x 8",
+        "rows 1 a query tile: packing K and V costs 1 / rows of the products; all fit the cache",
+        "panel 1 rows go through a tile of Bc 4 keys together",
+        "36 work items, 9 a query tile: fewer than 4 tiles a thread, so each span is one",
+        "at least 2000000 flops for each of 1 workers (of 2 threads), 2197265 items between two looks at signals",
+        f"scratch {plan(Tq=4, Tk=64, br=1, bc=4, span=8).worker_bytes} bytes a worker, whatever Tk is",
+    ]
+    assert plan(Tq=4, Tk=64, br=1, bc=4, span=8).explain().splitlines()[3] == "4 work items, 1 a query tile"
