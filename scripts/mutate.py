@@ -15,7 +15,8 @@ A mutant is a file: what is wrong, the tests that must notice, and patches as th
 
 An old text must occur exactly once in its file. Several `test:` lines and several patches may stand in a file; `ends:`
 says how the tests must end: fails (the default), hangs, crashes, or passes for a harmless change, which may be made
-because the recipe leaves it free and must move no bit. `timeout:` is in seconds.
+because the recipe leaves it free and must move no bit. `timeout:` is in seconds. `needs:` names a target without which the change
+changes nothing: a mutant is left out, and said to be, on a machine that cannot run it.
 
 Each mutant is applied to a temporary copy of the tree and meets only its own tests, in a process of its own and with a
 kernel cache that nobody else uses. NAME picks mutants by the beginning of their names. Exit code 1 when one survives.
@@ -36,13 +37,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from tilewise.simd.target import TARGETS, missing_features
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = Path("tests", "quality", "mutants")
 COPIED = ("src", "tests", "scripts", "docs", "benchmarks", "pyproject.toml", "README.md")
 ENDINGS = ("fails", "hangs", "crashes", "passes")
 TIMEOUT = 300.0  # seconds; only an endless loop takes so long, also on a busy machine
 BASELINE_TIMEOUT = 1800.0
-KEYS = ("what", "test", "file", "ends", "timeout")
+KEYS = ("what", "test", "file", "ends", "timeout", "needs")
 OLD, NEW = "--- old", "--- new"
 
 
@@ -69,6 +72,7 @@ class Mutant:
     patches: tuple[Patch, ...]
     ends: tuple[str, ...] = ("fails",)
     timeout: float = TIMEOUT
+    needs: str = ""
 
     @property
     def harmless(self) -> bool:
@@ -133,13 +137,19 @@ def read_mutant(path: Path) -> Mutant:
     if len(fields["what"]) != 1 or not fields["test"] or not patches or not set(ends) <= set(ENDINGS):
         raise BadMutant(f"{path.name}: needs one `what:`, a `test:`, a patch, and `ends:` of {', '.join(ENDINGS)}")
     timeout = float(fields["timeout"][0]) if fields["timeout"] else TIMEOUT
-    return Mutant(path.stem, fields["what"][0], tuple(fields["test"]), tuple(patches), ends, timeout)
+    needs = fields["needs"][0] if fields["needs"] else ""
+    return Mutant(path.stem, fields["what"][0], tuple(fields["test"]), tuple(patches), ends, timeout, needs)
 
 
 def read_mutants(root: Path) -> list[Mutant]:
     """All mutants of a tree, by name, those that are harmless last."""
     mutants = [read_mutant(path) for path in (root / FOLDER).glob("*.txt")]
     return sorted(mutants, key=lambda mutant: (mutant.harmless, mutant.name))
+
+
+def can_run(mutant: Mutant) -> bool:
+    """Whether this machine runs the target that a mutant needs."""
+    return not mutant.needs or not missing_features(TARGETS[mutant.needs])
 
 
 def apply(mutant: Mutant, tree: Path) -> None:
@@ -269,6 +279,10 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         for mutant in mutants:
             print(f"{mutant.name:34} {mutant.what}\n{'':34} {' '.join(mutant.tests)}")
         return 0
+    for mutant in mutants:
+        if not can_run(mutant):
+            print(f"left out  {mutant.name:34} needs {mutant.needs}")
+    mutants = [mutant for mutant in mutants if can_run(mutant)]
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="tilewise-mutants-") as name:
         work = Path(name)

@@ -44,7 +44,12 @@ def _as_array(name: str, x: Any) -> Any:
     """An object that shares its memory as an array; a list would be copied, so it is refused."""
     if not any(hasattr(x, protocol) for protocol in ("__array__", "__array_interface__", "__array_struct__")):
         raise TypeError(f"{name} must be a float32 NumPy array, got {type(x).__name__}")
-    return np.asarray(x)
+    try:
+        return np.asarray(x)
+    except Exception as failure:  # whatever the object's own code raises
+        raise TypeError(
+            f"{name} must be a float32 NumPy array, got {type(x).__name__}, of which none can be made"
+        ) from failure
 
 
 def _check_alignment(name: str, x: F32Array) -> None:
@@ -120,7 +125,10 @@ def per_sequence(name: str, x: Any, batch: int) -> I64Array:
             value = integer(name, x)
             _check_positions(name, value, value)
             return np.full(batch, value, np.int64)
-        x = np.asarray(x, None if len(x) else np.int64)
+        try:
+            x = np.asarray(x, None if len(x) else np.int64)
+        except (ValueError, OverflowError):
+            raise TypeError(f"{name} must be an integer or a list of integers [B], got {x!r}") from None
     if x.dtype.kind not in "iu":
         raise TypeError(f"{name} must be an integer or an array of integers [B], got dtype {x.dtype}")
     if x.shape != (batch,):

@@ -98,14 +98,22 @@ SPLIT = {"Tq": 4, "br": 1, "bc": 4, "span": 8}  # 4 tiles
         ({"Tk": 64, "H": 2, "Hkv": 2}, 2, 1),  # tiles of both heads count
         ({"Tk": 64, "B": 2}, 2, 1),
         ({"Tk": 640, "window": 3}, 2, 81),  # a row sees what comes after it
-        ({"Tk": 640, "window": 3, "causal": True}, 2, 2),  # 3 keys and 1 row touch at most 4
-        ({"Tk": 640, "window": 10, "causal": True}, 2, 3),  # 11 keys touch 3 spans
-        ({"Tk": 640, "window": 9, "causal": True}, 2, 3),
-        ({"Tk": 640, "window": 8, "causal": True}, 2, 2),
-        ({"Tk": 640, "window": 8, "causal": True, "br": 2}, 2, 3),  # a tile of 2 rows sees one more
-        ({"Tk": 640, "window": 7, "causal": True, "br": 2}, 2, 2),
-        ({"Tk": 640, "window": 7, "causal": True, "br": 2, "H": 2}, 2, 2),  # 4 rows of 2 heads are 2 positions
+        ({"Tk": 640, "window": 3, "causal": True, "q_offset": 100}, 2, 2),  # 3 keys and 1 row touch at most 4
+        ({"Tk": 640, "window": 10, "causal": True, "q_offset": 100}, 2, 3),  # 11 keys touch 3 spans
+        ({"Tk": 640, "window": 9, "causal": True, "q_offset": 100}, 2, 3),
+        ({"Tk": 640, "window": 8, "causal": True, "q_offset": 100}, 2, 2),
+        ({"Tk": 640, "window": 8, "causal": True, "br": 2, "q_offset": 100}, 2, 3),  # a tile of 2 rows sees one more
+        ({"Tk": 640, "window": 7, "causal": True, "br": 2, "q_offset": 100}, 2, 2),
+        ({"Tk": 640, "window": 7, "causal": True, "br": 2, "H": 2, "q_offset": 100}, 2, 2),  # 4 rows of 2 heads are 2 positions
         ({"Tk": 64, "kv_len": 10}, 2, 3),
+        ({"Tk": 640, "causal": True}, 2, 2),  # the last row sees 4 keys
+        ({"Tk": 640, "causal": True, "q_offset": 6}, 2, 3),  # 10
+        ({"Tk": 640, "causal": True, "q_offset": 16, "k_offset": 10}, 2, 3),  # 10 of those that are left
+        ({"Tk": 640, "causal": True, "q_offset": 15, "k_offset": 10}, 2, 2),
+        ({"Tk": 640, "window": 30, "q_offset": 660}, 2, 3),  # 9 keys, the last ones
+        ({"Tk": 640, "window": 30, "q_offset": 659}, 2, 3),
+        ({"Tk": 640, "window": 30, "q_offset": 661}, 2, 2),
+        ({"Tk": 640, "window": 30, "q_offset": 700}, 2, 1),  # none
         ({"B": 2, "Tk": 64, "Tq": 2, "kv_len": [3, 20]}, 2, 4),  # the longest sequence counts
     ],
     ids=str,

@@ -99,9 +99,9 @@ def test_order_is_asked_for_in_ir(target: str) -> None:
 @pytest.mark.parametrize(
     ("target", "instructions"),
     [
-        ("x86-64-v4", ["pause", r"lock\s+(xadd|inc|add)", "xchg|mov"]),
-        ("x86-64-v3", ["pause", r"lock\s+(xadd|inc|add)", "xchg|mov"]),
-        ("aarch64", ["yield", "ldar", "stl"]),
+        ("x86-64-v4", [r"callq\s+tilewise_yield", r"lock\s+(xadd|inc|add)", "xchg|mov"]),
+        ("x86-64-v3", [r"callq\s+tilewise_yield", r"lock\s+(xadd|inc|add)", "xchg|mov"]),
+        ("aarch64", [r"bl\s+tilewise_yield", "ldar", "stl"]),
     ],
 )
 def test_order_is_in_the_code(target: str, instructions: list[str]) -> None:

@@ -203,7 +203,7 @@ def markdown(run: Mapping[str, Any]) -> str:
     heads = ("workload", "shape", "threads", "time", "speed", "of the roof", "fastest peer", "ratio")
     rows = ["| " + " | ".join(heads) + " |", "|---|---|--:|--:|--:|--:|---|--:|"]
     rows += ["| " + " | ".join(_markdown_cells(x)) + " |" for x in run["results"]]
-    peers = ", ".join(f"{name} {version}" for name, version in run["peers"].items())
+    peers = "; ".join(f"{name} {version}" for name, version in run["peers"].items())
     x = run["machine"]
     doubtful = [f"{r['workload']} ({_threads(r)})" for r in run["results"] if r["busy"]["busy"]]
     notes = [

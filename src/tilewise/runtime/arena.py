@@ -186,7 +186,7 @@ class Arena:
         for attempt in (max(size, generous), size):
             try:
                 return aligned(attempt)
-            except (MemoryError, OverflowError, ValueError):  # NumPy has three ways to say that it is too much
+            except ArenaExhausted:
                 continue
         raise self._exhausted(nbytes)
 
@@ -209,9 +209,16 @@ class Arena:
 
 
 def aligned(nbytes: int) -> Bytes:
-    """`nbytes` bytes of memory of their own, at a multiple of 64 bytes: scratch for one call without an arena."""
+    """`nbytes` bytes of memory of their own, at a multiple of 64 bytes: scratch for one call without an arena.
+
+    Raises:
+        ArenaExhausted: the system does not have them.
+    """
     nbytes = max(nbytes, ALIGNMENT)  # an empty slice would begin where the array does, which need not be aligned
-    raw: Bytes = np.empty(nbytes + ALIGNMENT - 1, np.uint8)
+    try:
+        raw: Bytes = np.empty(nbytes + ALIGNMENT - 1, np.uint8)
+    except (MemoryError, OverflowError, ValueError):  # NumPy has three ways to say that it is too much
+        raise ArenaExhausted(f"arena: requested {nbytes} bytes, more than the system gives") from None
     address: int = raw.__array_interface__["data"][0]
     start = -address % ALIGNMENT
     return raw[start : start + nbytes]

@@ -129,10 +129,10 @@ class Problem:
 
     def sums(self, **arguments: Any) -> dict[str, str]:
         """The three sums of this problem, as computed here and now."""
-        operands, options = self.operands()
-        o, lse = tw.attention(*operands, return_lse=True, **options, **arguments)
+        (q, k, v), options = self.operands()
+        o, lse = tw.attention(q, k, v, return_lse=True, **options, **arguments)
         sinks = [options["sinks"]] if "sinks" in options else []
-        return {"inputs": sum_of(*operands, *sinks), "o": sum_of(o), "lse": sum_of(lse)}
+        return {"inputs": sum_of(q, k, v, *sinks), "o": sum_of(o), "lse": sum_of(lse)}
 
 
 def _numbered(*rows: tuple[Any, ...]) -> tuple[Problem, ...]:
