@@ -46,7 +46,7 @@ def _as_array(name: str, x: Any) -> Any:
         raise TypeError(f"{name} must be a float32 NumPy array, got {type(x).__name__}")
     try:
         return np.asarray(x)
-    except Exception as failure:  # whatever the object's own code raises
+    except (ValueError, TypeError) as failure:  # of NumPy; what the object raises itself is its own affair
         raise TypeError(
             f"{name} must be a float32 NumPy array, got {type(x).__name__}, of which none can be made"
         ) from failure

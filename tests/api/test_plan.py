@@ -104,7 +104,11 @@ SPLIT = {"Tq": 4, "br": 1, "bc": 4, "span": 8}  # 4 tiles
         ({"Tk": 640, "window": 8, "causal": True, "q_offset": 100}, 2, 2),
         ({"Tk": 640, "window": 8, "causal": True, "br": 2, "q_offset": 100}, 2, 3),  # a tile of 2 rows sees one more
         ({"Tk": 640, "window": 7, "causal": True, "br": 2, "q_offset": 100}, 2, 2),
-        ({"Tk": 640, "window": 7, "causal": True, "br": 2, "H": 2, "q_offset": 100}, 2, 2),  # 4 rows of 2 heads are 2 positions
+        (
+            {"Tk": 640, "window": 7, "causal": True, "br": 2, "H": 2, "q_offset": 100},
+            2,
+            2,
+        ),  # 4 rows of 2 heads are 2 positions
         ({"Tk": 64, "kv_len": 10}, 2, 3),
         ({"Tk": 640, "causal": True}, 2, 2),  # the last row sees 4 keys
         ({"Tk": 640, "causal": True, "q_offset": 6}, 2, 3),  # 10
