@@ -2,6 +2,7 @@
 """Does a test notice when tilewise is broken on purpose? Every mutant of tests/quality/mutants must be killed.
 
     python scripts/mutate.py [--jobs N] [--no-baseline] [--list] [NAME ...]
+    python scripts/mutate.py --brain [--jobs N]
 
 A mutant is a file: what is wrong, the tests that must notice, and patches as the exact old text and the new one.
 
@@ -15,11 +16,14 @@ A mutant is a file: what is wrong, the tests that must notice, and patches as th
 
 An old text must occur exactly once in its file. Several `test:` lines and several patches may stand in a file; `ends:`
 says how the tests must end: fails (the default), hangs, crashes, or passes for a harmless change, which may be made
-because the recipe leaves it free and must move no bit. `timeout:` is in seconds. `needs:` names a target without which the change
-changes nothing: a mutant is left out, and said to be, on a machine that cannot run it.
+because the recipe leaves it free and must move no bit. `timeout:` is in seconds. `needs:` names a target without which
+the change changes nothing: a mutant is left out, and said to be, on a machine that cannot run it.
 
 Each mutant is applied to a temporary copy of the tree and meets only its own tests, in a process of its own and with a
 kernel cache that nobody else uses. NAME picks mutants by the beginning of their names. Exit code 1 when one survives.
+
+--brain instead lets mutmut (to be installed for it) change the integer code that decides what a kernel is told, a word
+at a time, and prints what survives; docs/explanation/mutation.md says why each of those does.
 """
 
 from __future__ import annotations
@@ -47,6 +51,13 @@ TIMEOUT = 300.0  # seconds; only an endless loop takes so long, also on a busy m
 BASELINE_TIMEOUT = 1800.0
 KEYS = ("what", "test", "file", "ends", "timeout", "needs")
 OLD, NEW = "--- old", "--- new"
+
+
+BRAIN = ("problem.py", "arguments.py", "visibility.py", "plan.py", "runtime/arena.py")
+BRAIN_TESTS = (
+    "tests/api/test_errors.py", "tests/api/test_plan.py", "tests/api/test_visibility.py",
+    "tests/api/test_kill_layout.py", "tests/runtime/test_arena.py",
+)  # fmt: skip
 
 
 class BadMutant(Exception):
@@ -249,6 +260,27 @@ def run_all(mutants: Sequence[Mutant], root: Path, work: Path, jobs: int) -> Ite
         yield from pool.map(lambda mutant: try_mutant(mutant, root, work), mutants)
 
 
+def mutate_brain(root: Path, work: Path, jobs: int) -> int:
+    """Run mutmut over a copy of the tree and print what survives; its exit code."""
+    tree = copy_tree(root, work / "brain")
+    lists = {
+        "source_paths": ["src"],
+        "only_mutate": [f"src/tilewise/{file}" for file in BRAIN],
+        "also_copy": ["scripts", "docs", "benchmarks", "README.md"],
+        "pytest_add_cli_args": ["-p", "no:cacheprovider"],
+        "pytest_add_cli_args_test_selection": list(BRAIN_TESTS),
+        "use_git_change_detection": ["false"],
+    }
+    lines = ["[mutmut]", *(f"{name}=\n    " + "\n    ".join(values) for name, values in lists.items())]
+    (tree / "setup.cfg").write_text("\n".join(lines) + "\n")
+    variables = environment(tree, str(work / "cache"))
+    del variables["PYTHONPATH"], variables["PYTHONDONTWRITEBYTECODE"]  # mutmut finds its own copy of the source
+    run = [sys.executable, "-m", "mutmut"]
+    code = subprocess.run([*run, "run", "--max-children", str(jobs)], cwd=tree, env=variables, check=False).returncode
+    subprocess.run([*run, "results"], cwd=tree, env=variables, check=False)
+    return code
+
+
 def report(results: Sequence[Result], seconds: float) -> bool:
     """Print the sums; whether all went as it must."""
     spent = sum(os.times()[2:4])  # of the processes that have ended: what counts where others use the machine too
@@ -268,7 +300,11 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument("--no-baseline", action="store_true", help="do not first run the tests on the unchanged tree")
     parser.add_argument("--list", action="store_true", help="print the mutants and their tests, run nothing")
+    parser.add_argument("--brain", action="store_true", help="mutate the integer code with mutmut")
     chosen = parser.parse_args(arguments)
+    if chosen.brain:
+        with tempfile.TemporaryDirectory(prefix="tilewise-mutants-") as name:
+            return mutate_brain(root, Path(name), chosen.jobs)
     mutants = read_mutants(root)
     if chosen.names:
         mutants = [mutant for mutant in mutants if mutant.name.startswith(tuple(chosen.names))]

@@ -24,7 +24,7 @@ def tensor(name: str, x: Any, rank: int) -> F32Array:
     """An input array: float32, of that rank, its last axis contiguous."""
     if x is None:
         raise InvalidArgument(f"{name} is missing: expected a float32 array of {rank} axes, got None")
-    if not isinstance(x, np.ndarray):
+    if type(x) is not np.ndarray:
         x = _as_array(name, x)
     if x.dtype != np.float32 or not x.dtype.isnative:
         raise TypeError(f"{name} must be float32 in native byte order, got {x.dtype!r}")
@@ -41,7 +41,9 @@ def tensor(name: str, x: Any, rank: int) -> F32Array:
 
 
 def _as_array(name: str, x: Any) -> Any:
-    """An object that shares its memory as an array; a list would be copied, so it is refused."""
+    """A plain array over the memory of an object or a subclass; a list would be copied, so it is refused."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a masked array, whose mask would be ignored: pass {name}.filled(...) or a window")
     if not any(hasattr(x, protocol) for protocol in ("__array__", "__array_interface__", "__array_struct__")):
         raise TypeError(f"{name} must be a float32 NumPy array, got {type(x).__name__}")
     try:
@@ -147,7 +149,7 @@ def _check_positions(name: str, smallest: int, largest: int) -> None:
 def output(name: str, x: Any, shape: tuple[int, ...], contiguous: bool) -> F32Array:
     if not isinstance(x, np.ndarray):
         raise TypeError(f"{name} must be a float32 NumPy array to write into, got {type(x).__name__}")
-    array = tensor(name, x, len(shape)) if contiguous else x
+    array = tensor(name, x, len(shape)) if contiguous else _as_array(name, x)
     if array.dtype != np.float32 or not array.dtype.isnative:
         raise TypeError(f"{name} must be float32 in native byte order, got {array.dtype!r}")
     expect_shape(name, array, shape)

@@ -114,9 +114,8 @@ SPLIT = {"Tq": 4, "br": 1, "bc": 4, "span": 8}  # 4 tiles
         ({"Tk": 640, "causal": True, "q_offset": 6}, 2, 3),  # 10
         ({"Tk": 640, "causal": True, "q_offset": 16, "k_offset": 10}, 2, 3),  # 10 of those that are left
         ({"Tk": 640, "causal": True, "q_offset": 15, "k_offset": 10}, 2, 2),
-        ({"Tk": 640, "window": 30, "q_offset": 660}, 2, 3),  # 9 keys, the last ones
-        ({"Tk": 640, "window": 30, "q_offset": 659}, 2, 3),
-        ({"Tk": 640, "window": 30, "q_offset": 661}, 2, 2),
+        ({"Tk": 640, "window": 30, "q_offset": 660}, 2, 2),  # 9 keys, the last ones
+        ({"Tk": 640, "window": 30, "q_offset": 659}, 2, 3),  # 10
         ({"Tk": 640, "window": 30, "q_offset": 700}, 2, 1),  # none
         ({"B": 2, "Tk": 64, "Tq": 2, "kv_len": [3, 20]}, 2, 4),  # the longest sequence counts
     ],

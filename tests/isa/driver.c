@@ -87,6 +87,10 @@ static void *work(void *argument) {
     return NULL;
 }
 
+/* What a kernel calls while it waits: the symbol that simd/lower.py names, and simd/jit.py provides. */
+void tilewise_yield(void);
+void tilewise_yield(void) { sched_yield(); }
+
 /* The caller's environment: subnormals are zeros. Returns the control register. */
 static uint64_t flush(int on) {
 #if defined(__x86_64__)
