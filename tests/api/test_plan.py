@@ -76,7 +76,8 @@ def test_work_items() -> None:
     assert p.first_item.tolist() == [0, 6, 12, 18]
     assert (p.items, p.units) == (18, 1)
     assert plan(B=2, Tq=0).first_item.tolist() == [0, 0, 0]
-    assert plan(B=0, Tq=4).first_item.tolist() == [0]
+    for threads in (1, 2):
+        assert plan(B=0, Tq=4, threads=threads).first_item.tolist() == [0]
 
 
 SPLIT = {"Tq": 4, "br": 1, "bc": 4, "span": 8}  # 4 tiles
@@ -92,6 +93,13 @@ SPLIT = {"Tq": 4, "br": 1, "bc": 4, "span": 8}  # 4 tiles
         ({"Tk": 2}, 2, 2),
         ({"Tk": 1}, 2, 1),
         ({"Tk": 0}, 2, 1),
+        ({"Tk": 0, "bc": 1, "span": 1}, 2, 1),
+        # a tile of 32 rows of 3 heads holds rows of 11 positions, which see 18 keys: they touch 3 spans of 17 at most
+        (
+            {"Tk": 99, "H": 3, "Tq": 20, "br": 6, "window": 8, "causal": True, "q_offset": 60, "bc": 17, "span": 17},
+            2,
+            3,
+        ),
         ({"Tk": 64, "Tq": 7}, 2, 9),
         ({"Tk": 64, "Tq": 8}, 2, 1),  # 8 tiles are enough for 2 threads
         ({"Tk": 64, "Tq": 8}, 3, 9),
@@ -124,8 +132,8 @@ SPLIT = {"Tq": 4, "br": 1, "bc": 4, "span": 8}  # 4 tiles
 def test_spans_become_work_items(sizes: dict[str, Any], threads: int, units: int) -> None:
     p = plan(threads=threads, **{**SPLIT, **sizes})
     assert p.units == units
-    tiles = sizes.get("B", 1) * sizes.get("Hkv", 1) * -(-sizes.get("Tq", SPLIT["Tq"]) // sizes.get("br", 1))
-    assert p.items == tiles * units
+    tiles = -(-sizes.get("Tq", SPLIT["Tq"]) * sizes.get("H", 1) // sizes.get("Hkv", 1) // p.rows)
+    assert p.items == sizes.get("B", 1) * sizes.get("Hkv", 1) * tiles * units
 
 
 # 1000 rows see 1000 keys, D 16, Dv 16: 64 million flops; 384 rows a tile: 3 tiles
@@ -176,3 +184,5 @@ def test_explanation() -> None:
         f"scratch {plan(Tq=4, Tk=64, br=1, bc=4, span=8).worker_bytes} bytes a worker, whatever Tk is",
     ]
     assert plan(Tq=4, Tk=64, br=1, bc=4, span=8).explain().splitlines()[3] == "4 work items, 1 a query tile"
+    two = plan(Tq=4, Tk=2, br=1, bc=4, span=8, threads=2).explain().splitlines()[3]
+    assert two == "8 work items, 2 a query tile: fewer than 4 tiles a thread, so each span is one"

@@ -83,8 +83,8 @@ def test_worker_that_raises(
 @pytest.mark.usefixtures("eager_workers")
 @pytest.mark.parametrize("ring", ["native", "interpreted"])
 def test_fault_in_a_span_that_others_wait_for(ring: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A check of bounds fails in the first span, which worker 1 has: the caller, which takes the next one, must not wait
-    for it for ever."""
+    """A check of bounds fails in the first span, which worker 1 has: the caller, which has the next, must not wait for
+    ever."""
     c, arena = case(**SPLIT), tw.Arena()
     expected = c.run(pool=1)
     real = launch.prepare

@@ -43,6 +43,9 @@ class Own(RuntimeError):
 class Evil:
     """A number that will not be one."""
 
+    def __repr__(self) -> str:
+        return "Evil()"
+
     def __index__(self) -> int:
         raise Own("index")
 

@@ -162,7 +162,7 @@ def arenas(t: Trial, name: str) -> None:
         (fine, None), (tw.Arena(limit=1 << 30), None),
     ])  # fmt: skip
     t.given[name] = value
-    if value is small and not t.given["q"].size * t.sizes["Dv"]:
+    if value is small and not t.sizes["Tq"]:
         t.maybe.append(tw.ArenaExhausted)  # there is nothing to do; whether scratch is asked for is open
     elif kind:
         t.refuse(f"arena {value!r:.60}", kind)

@@ -61,6 +61,14 @@ def test_more_threads_than_memory(threads: int) -> None:
         tw.attention(q, q, q, pool=threads)
 
 
+@pytest.mark.parametrize("rows", [1 << 45, 1 << 53, 1 << 56])
+def test_more_rows_than_memory(rows: int) -> None:
+    """The output is what cannot be had, not a number of the plan."""
+    q = np.broadcast_to(np.zeros((1, 1, 1, 16), np.float32), (1, 1, rows, 16))
+    with pytest.raises(MemoryError):
+        tw.attention(q, q[:, :, :0], q[:, :, :0])
+
+
 def test_many_keys_of_which_few_are_seen() -> None:
     """2^45 keys of stride 0, four of them visible: no work item for each of 2^35 spans that nobody sees."""
     program = """

@@ -1,0 +1,113 @@
+"""Corners of the checks of single arguments: what only an odd object, or an array of no or one element, shows."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tilewise as tw
+from tests.support import F32Array, assert_same_bits, inputs
+from tilewise import arguments
+
+Q, K, V = inputs(1, 2, 1, 3, 4, 8, 5)
+
+
+class ByArray:
+    """An object that is an array by `__array__` alone."""
+
+    def __init__(self, array: F32Array) -> None:
+        self.array = array
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> F32Array:
+        return self.array
+
+
+class ByStruct:
+    """By `__array_struct__` alone."""
+
+    def __init__(self, array: F32Array) -> None:
+        self.array = array
+
+    @property
+    def __array_struct__(self) -> Any:
+        return self.array.__array_struct__
+
+
+class Broken:
+    """Says that it is an array, and cannot be made one."""
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> F32Array:
+        raise ValueError("no memory left on the device")
+
+
+@pytest.mark.parametrize("wrap", [ByArray, ByStruct])
+def test_each_protocol_is_enough(wrap: Any) -> None:
+    expected = tw.attention(Q, K, V)
+    assert_same_bits(tw.attention(wrap(Q), wrap(K), wrap(V)), expected)
+
+
+def test_an_object_that_cannot_be_an_array() -> None:
+    with pytest.raises(TypeError, match=r"^k must be a float32 NumPy array, got Broken, of which none can be made$"):
+        tw.attention(Q, Broken(), V)
+
+
+def test_an_output_without_elements_does_not_overlap_itself() -> None:
+    out, lse = np.empty((1, 2, 0, 5), np.float32), np.empty((1, 2, 0), np.float32)
+    o, logsumexp = tw.attention(Q[:, :, :0], K, V, out=out, lse=lse)
+    assert o is out
+    assert logsumexp is lse
+
+
+def test_strides_of_one_element_overlap_nothing() -> None:
+    lse = np.lib.stride_tricks.as_strided(np.empty((2, 3), np.float32), (1, 2, 3), (0, 12, 4))
+    expected = tw.attention(Q, K, V, return_lse=True)
+    assert_same_bits(tuple(tw.attention(Q, K, V, lse=lse)), tuple(expected))
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "overlaps"),
+    [
+        ((2, 3), (12, 4), False), ((2, 3), (8, 4), True), ((2, 3), (4, 8), False), ((3, 2), (4, 12), False),
+        ((2, 2), (0, 4), True), ((1, 2), (0, 4), False), ((2, 3), (-12, 4), False), ((2, 3), (-8, 4), True),
+        ((2, 2, 2), (16, 8, 4), False), ((2, 2, 2), (12, 8, 4), True), ((0, 2), (0, 0), False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_overlap_with_itself(shape: tuple[int, ...], strides: tuple[int, ...], overlaps: bool) -> None:
+    room = np.zeros(64, np.float32)[32:]
+    x = np.lib.stride_tricks.as_strided(room, shape, strides)
+    assert arguments._overlaps_itself(x) == overlaps
+
+
+def test_an_overlap_that_is_too_hard_to_exclude_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NumPy gives up after so much effort: the work on a question about two arrays must end."""
+    x = np.zeros(100, np.float32)
+    asked: list[Any] = []
+
+    def too_hard(*arrays: Any, max_work: int) -> bool:
+        asked.append(max_work)
+        raise RuntimeError("exceeded max_work")
+
+    monkeypatch.setattr(np, "shares_memory", too_hard)
+    assert arguments.share_memory(x[::2], x[1::2])
+    assert asked == [10_000]
+    assert not arguments.share_memory(x, np.zeros(3, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: tw.Arena().rewind(tw.Arena().mark()),
+         "mark: got a mark of another arena, expected one of this arena"),
+        (lambda: tw.Arena(-1), "capacity: got -1, expected 0 bytes or more"),
+        (lambda: tw.Arena(limit=-1), "limit: got -1, expected 0 bytes or more"),
+        (lambda: tw.Arena(65, 64), "capacity: got 65 bytes, expected at most the limit of 64 bytes"),
+        (lambda: tw.Arena().alloc(-5), "nbytes: got -5, expected 0 bytes or more"),
+    ],
+)  # fmt: skip
+def test_messages_of_the_arena(call: Any, message: str) -> None:
+    with pytest.raises(tw.InvalidArgument, match=f"^{re.escape(message)}$"):
+        call()
