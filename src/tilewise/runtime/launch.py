@@ -123,10 +123,13 @@ def _work(call: Prepared, tables: I64Array, pool: Pool) -> None:
     items, entry, address = call.plan.items, call.entry, address_of(tables)
 
     def work(worker: int) -> None:
-        while tables[_COUNTER] < items:  # a run of the kernel ends after `batch` items, to let signals in
-            if fault := entry(address, worker):
-                tables[_ABORT] = 1  # those that wait for this worker's span must not wait for ever
-                raise KernelError(f"{call.plan.shape.name}: access out of bounds at {fault:#x}")
+        try:
+            while tables[_COUNTER] < items:  # a run of the kernel ends after `batch` items, to let signals in
+                if fault := entry(address, worker):
+                    raise KernelError(f"{call.plan.shape.name}: access out of bounds at {fault:#x}")
+        except BaseException:
+            tables[_ABORT] = 1  # those that wait for this worker's span must not wait for ever
+            raise
 
     def cancel() -> None:
         tables[_COUNTER] = items
