@@ -20,6 +20,7 @@ ROW_FLOATS = 1 << 18  # of q, a and a_total of a work item together: they stay i
 SMALLEST_JOB = 2_000_000  # flops that repay the wake-up of another worker
 SPLIT_BELOW = 4  # query tiles a thread: with fewer, spans become work items of their own
 BATCH_FLOPS = 1_000_000_000  # between two looks at signals
+LARGEST_ITEM = 20_000_000_000  # flops: a query tile of more is split, or a signal would have to wait for it
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +63,10 @@ class Plan:
                 f"rows {self.rows} a query tile: packing K and V costs 1 / rows of the products; all fit the cache",
                 f"panel {s.panel} rows go through a tile of Bc {s.Bc} keys together",
                 f"{self.items} work items, {self.units} a query tile"
-                + (f": fewer than {SPLIT_BELOW} tiles a thread, so each span is one" if self.units > 1 else ""),
+                + (
+                    f": fewer than {SPLIT_BELOW} tiles a thread or tiles too long, so each span is one"
+                    * (self.units > 1)
+                ),
                 f"at least {SMALLEST_JOB} flops for each of {self.workers} workers "
                 f"(of {self.threads} threads), {self.batch} items between two looks at signals",
                 f"scratch {self.worker_bytes} bytes a worker, whatever Tk is",
@@ -76,12 +80,14 @@ def make_plan(problem: Problem, target: Target, threads: int) -> Plan:
     panel = next((p for p in PANELS if rows <= p), LANES)
     shape = Shape(problem.D, problem.Dv, problem.bc, panel, *target.register_tile(panel))
     tiles = -(-problem.rows * problem.group // rows)
-    units = _spans(problem, rows) if threads > 1 and tiles.sum() * problem.Hkv < SPLIT_BELOW * threads else 1
+    flops, all_tiles = problem.flops(), int(tiles.sum()) * problem.Hkv
+    few = threads > 1 and all_tiles < SPLIT_BELOW * threads
+    units = _spans(problem, rows) if few or flops > LARGEST_ITEM * all_tiles else 1
     first_item = np.zeros(problem.B + 1, np.int64)
     np.cumsum(tiles * (problem.Hkv * units), out=first_item[1:])
-    items, flops = int(first_item[-1]), problem.flops()
+    items = int(first_item[-1])
     workers = max(1, min(threads, items, 1 + flops // SMALLEST_JOB))
-    batch = max(1, BATCH_FLOPS * items // max(1, flops))
+    batch = max(1, min(items, BATCH_FLOPS * items // max(1, flops)))
     return Plan(target, shape, rows, units, first_item, workers, threads, batch)
 
 
