@@ -159,12 +159,20 @@ def test_workers(sizes: dict[str, int], threads: int, workers: int) -> None:
 
 
 def test_batch() -> None:
-    """A run of the kernel ends after about 10^9 flops, to let signals in."""
-    assert plan(Tq=1000, Tk=1000).batch == 46  # 3 items of 64 million together
+    """A run of the kernel ends after about 10^9 flops, to let signals in, or when all items are done."""
+    assert plan(Tq=1000, Tk=1000).batch == 3  # 3 items of 64 million together
     assert plan(Tq=10_000, Tk=100_000, br=16).batch == 9  # 625 items of 64,000 million together
-    assert plan(Tq=1000, Tk=1_000_000).batch == 1
+    assert plan(Tq=1000, Tk=900_000).batch == 1  # 3 items of 19,200 million each
     assert plan(Tq=0).batch == 1
-    assert plan(Tk=0).batch == 1_000_000_000
+    assert plan(Tk=0).batch == 1
+
+
+def test_long_tiles_are_split() -> None:
+    """A tile of more than 2 * 10^10 flops is cut at its spans, also for one thread: a signal must not wait for it."""
+    assert plan(Tq=1000, Tk=900_000).units == 1
+    split = plan(Tq=1000, Tk=1_000_000)  # 3 tiles of 21,300 million
+    assert (split.units, split.items) == (978, 3 * 978)
+    assert split.batch == 45
 
 
 def test_flops_of_the_masks() -> None:
@@ -175,12 +183,13 @@ def test_flops_of_the_masks() -> None:
 
 
 def test_explanation() -> None:
-    assert plan(Tq=4, Tk=64, br=1, bc=4, span=8, threads=2).explain().splitlines() == [
-        "target x86-64-v4: 32 registers of 512 bits, a register tile of 1 x 8",
+    target, *lines = plan(Tq=4, Tk=64, br=1, bc=4, span=8, threads=2).explain().splitlines()
+    assert target == "target x86-64-v4: 32 registers of 512 bits, a register tile of 1 x 8"  # that `plan` asks for
+    assert lines == [
         "rows 1 a query tile: packing K and V costs 1 / rows of the products; all fit the cache",
         "panel 1 rows go through a tile of Bc 4 keys together",
-        "36 work items, 9 a query tile: fewer than 4 tiles a thread, so each span is one",
-        "at least 2000000 flops for each of 1 workers (of 2 threads), 2197265 items between two looks at signals",
+        "36 work items, 9 a query tile: fewer than 4 tiles a thread or tiles too long, so each span is one",
+        "at least 2000000 flops for each of 1 workers (of 2 threads), 36 items between two looks at signals",
         f"scratch {plan(Tq=4, Tk=64, br=1, bc=4, span=8).worker_bytes} bytes a worker, whatever Tk is",
     ]
     assert plan(Tq=4, Tk=64, br=1, bc=4, span=8).explain().splitlines()[3] == "4 work items, 1 a query tile"
