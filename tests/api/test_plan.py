@@ -194,4 +194,4 @@ def test_explanation() -> None:
     ]
     assert plan(Tq=4, Tk=64, br=1, bc=4, span=8).explain().splitlines()[3] == "4 work items, 1 a query tile"
     two = plan(Tq=4, Tk=2, br=1, bc=4, span=8, threads=2).explain().splitlines()[3]
-    assert two == "8 work items, 2 a query tile: fewer than 4 tiles a thread, so each span is one"
+    assert two == "8 work items, 2 a query tile: fewer than 4 tiles a thread or tiles too long, so each span is one"
