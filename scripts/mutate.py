@@ -56,7 +56,7 @@ OLD, NEW = "--- old", "--- new"
 BRAIN = ("problem.py", "arguments.py", "visibility.py", "plan.py", "runtime/arena.py")
 BRAIN_TESTS = (
     "tests/api/test_errors.py", "tests/api/test_plan.py", "tests/api/test_visibility.py",
-    "tests/api/test_kill_layout.py", "tests/runtime/test_arena.py",
+    "tests/api/test_kill_layout.py", "tests/api/test_kill_arguments.py", "tests/runtime/test_arena.py",
 )  # fmt: skip
 
 

@@ -82,6 +82,37 @@ def test_overlap_with_itself(shape: tuple[int, ...], strides: tuple[int, ...], o
     assert arguments._overlaps_itself(x) == overlaps
 
 
+def test_strides_of_one_element_need_no_alignment() -> None:
+    q = np.lib.stride_tricks.as_strided(Q[:, :, :1], (1, 2, 1, 8), (12345, Q.strides[1], 777, 4))
+    assert_same_bits(tw.attention(q, K, V, q_offset=0), tw.attention(Q[:, :, :1], K, V, q_offset=0))
+
+
+FLOATS = [
+    0.0, 1.0, 1.5, 1 / 3, 0.1, 2.0**-126, 2.0**-127, 2.0**-149, 2.0**-150, 1.5 * 2.0**-150, 2.0**-151, 1e-300, 5e-324,
+    1 + 2.0**-24, 1 + 3 * 2.0**-24, 1 - 2.0**-25, 2.0**-126 - 2.0**-150, 3.4028234e38, 3.40282356e38, 3.5e38, 1e300,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("x", [*FLOATS, *(-x for x in FLOATS)])
+def test_float32_bits_are_those_of_the_cast(x: float) -> None:
+    with np.errstate(all="ignore"):
+        assert arguments.float32_bits(x) == int(np.float32(x).view(np.uint32))
+
+
+def test_an_empty_list_is_one_of_integers() -> None:
+    """A batch of no sequences: what list() makes for it has no dtype of its own."""
+    assert tw.attention(Q[:0], K[:0], V[:0], q_offset=[], kv_len=()).shape == (0, 2, 3, 5)
+    assert arguments.per_sequence("q_offset", [], 0).dtype == np.int64
+    assert arguments.per_sequence("q_offset", np.array([3], np.uint8), 1).tolist() == [3]
+
+
+@pytest.mark.parametrize("name", ["q_offset", "kv_len"])
+def test_a_list_that_is_no_list_of_integers(name: str) -> None:
+    for wrong in ([[1], [2, 3]], [1 << 200]):
+        with pytest.raises(TypeError, match=rf"^{name} must be an integer or "):
+            arguments.per_sequence(name, wrong, 1)
+
+
 def test_an_overlap_that_is_too_hard_to_exclude_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """NumPy gives up after so much effort: the work on a question about two arrays must end."""
     x = np.zeros(100, np.float32)
@@ -106,8 +137,19 @@ def test_an_overlap_that_is_too_hard_to_exclude_counts(monkeypatch: pytest.Monke
         (lambda: tw.Arena(limit=-1), "limit: got -1, expected 0 bytes or more"),
         (lambda: tw.Arena(65, 64), "capacity: got 65 bytes, expected at most the limit of 64 bytes"),
         (lambda: tw.Arena().alloc(-5), "nbytes: got -5, expected 0 bytes or more"),
+        (lambda: tw.Arena(4096).alloc(1 << 62),
+         f"arena: requested {1 << 62} bytes ({1 << 62} in lines of 64) "
+         "with 0 bytes used and no limit but the system's"),
     ],
 )  # fmt: skip
 def test_messages_of_the_arena(call: Any, message: str) -> None:
-    with pytest.raises(tw.InvalidArgument, match=f"^{re.escape(message)}$"):
+    with pytest.raises((tw.InvalidArgument, tw.ArenaExhausted), match=f"^{re.escape(message)}$"):
         call()
+
+
+def test_blocks_do_not_grow_past_the_limit() -> None:
+    """An arena that doubles stops where it may use no more."""
+    arena = tw.Arena(limit=9000)
+    arena.alloc(5000)
+    arena.alloc(64)
+    assert arena.capacity <= 9000

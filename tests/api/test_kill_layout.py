@@ -44,6 +44,18 @@ def test_contiguous_arrays() -> None:
     assert [x.tolist() for x in (p.rows, p.q_offset, p.k_offset, p.kv_len)] == [[TQ] * 2, [0, 0], [0, 0], [TK] * 2]
     assert (p.causal, p.window, p.return_lse, p.br, p.bc, p.span) == (False, None, False, 0, 64, 1024)
     assert p.scale == float(np.float32(8**-0.5))
+    for view in p.views.values():
+        assert all(type(number) is int for number in view), "a float is no stride, though it is equal to one"
+
+
+def test_operands_are_the_arrays_themselves() -> None:
+    given = {**arrays(), "sinks": np.zeros(H, np.float32), "lse": np.zeros((B, H, TQ), np.float32)}
+    given["out"] = np.zeros((B, H, TQ, DV), np.float32)
+    operands = make_problem(**given, q_offset=0)[1]
+    for name, x in given.items():
+        assert getattr(operands, name) is x
+    none = make_problem(**arrays(), q_offset=0)[1]
+    assert (none.sinks, none.out, none.lse) == (None, None, None)
 
 
 def test_lse_and_sinks() -> None:
@@ -142,6 +154,19 @@ def test_limits_are_inclusive() -> None:
         ({"kv_start": 8}, "kv_start must lie in 0 ... Tk = 7, got 8"),
         ({"kv_start": [1, 2], "kv_len": [6, 6]},
          "kv_start + kv_len must not pass Tk = 7, got 2 + 6 (sequence 1)"),
+        ({"kv_start": [6, 1], "kv_len": [1, 9]},
+         "kv_start + kv_len must not pass Tk = 7, got 1 + 9 (sequence 1)"),
+        *(({name: None}, f"{name} is missing: expected a float32 array of 4 axes, got None") for name in "kv"),
+        ({"sinks": np.zeros((1, 6), np.float32)}, "sinks must have 1 axes, got shape (1, 6)"),
+        *(({name: -1}, f"{name} must lie in 0 ... {1 << 56} (0 picks the default), got -1") for name in ("br", "span")),
+        *(({name: -1}, f"{name} must lie in 0 ... {1 << 56}, got -1") for name in ("kv_start", "kv_len", "k_offset")),
+        *(({name: 1}, f"{name} must be True or False, got int 1") for name in ("causal", "return_lse")),
+        ({"window": 2.5}, "window must be an integer, got float 2.5"),
+        ({"kv_len": "7"}, "kv_len must be an integer, got str '7'"),
+        ({"q": np.zeros((B, H, TQ, 1025), np.float32), "k": np.zeros((B, HKV, TK, 1025), np.float32)},
+         "the head dimension D must lie in 1 ... 1024: q (2, 6, 5, 1025), k (2, 3, 7, 1025), v (2, 3, 7, 4)"),
+        ({"v": np.zeros((B, HKV, TK, 0), np.float32)},
+         "the head dimension Dv must lie in 1 ... 1024: q (2, 6, 5, 8), k (2, 3, 7, 8), v (2, 3, 7, 0)"),
         ({"bc": 16, "span": 24}, "span must be a multiple of bc = 16, got 24"),
         ({"bc": 513}, "bc must lie in 0 ... 512 (0 picks the default), got 513"),
         ({"q_offset": -1}, f"q_offset must lie in 0 ... {1 << 56}, got -1"),
@@ -156,8 +181,32 @@ def test_limits_are_inclusive() -> None:
     ids=lambda x: "" if isinstance(x, str) else " ".join(x),
 )  # fmt: skip
 def test_messages(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises((tw.InvalidArgument, tw.ShapeError), match=f"^{re.escape(message)}$"):
+    with pytest.raises((tw.InvalidArgument, tw.ShapeError, TypeError), match=f"^{re.escape(message)}$"):
         problem(**wrong)
+
+
+def test_head_dimensions_of_one() -> None:
+    p = problem(q=np.zeros((B, H, TQ, 1), np.float32), k=np.zeros((B, HKV, TK, 1), np.float32),
+                v=np.zeros((B, HKV, TK, 1), np.float32))  # fmt: skip
+    assert (p.D, p.Dv) == (1, 1)
+
+
+@pytest.mark.parametrize("result", ["out", "lse"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "sinks"])
+def test_every_overlap_is_refused(name: str, result: str) -> None:
+    """The result lies in the memory of that input, and of no other."""
+    room = np.zeros(4000, np.float32)
+    shapes = {"q": (B, H, TQ, D), "k": (B, HKV, TK, D), "v": (B, HKV, TK, DV), "sinks": (H,)}
+    written = (B, H, TQ, DV) if result == "out" else (B, H, TQ)
+
+    def at(start: int, shape: tuple[int, ...]) -> Any:
+        return room[start : start + int(np.prod(shape))].reshape(shape)
+
+    given = {other: at(1000 if other == name else 2000 + 400 * i, shape) for i, (other, shape) in
+             enumerate(shapes.items())}  # fmt: skip
+    with pytest.raises(tw.InvalidArgument, match=f"^{result} overlaps {name}$"):
+        problem(**given, **{result: at(1005, written)})
+    problem(**given, **{result: at(0, written)})
 
 
 def test_message_of_overlaps() -> None:

@@ -117,7 +117,6 @@ except tw.KernelError as error:
 """
 
 
-@pytest.mark.xfail(reason="launch.py sets the abort cell for a native fault only, not for an exception")
 def test_a_fault_frees_those_that_wait_for_its_turn() -> None:
     environment = {**os.environ, "TILEWISE_INTERPRET": "1"}
     setup = "import tilewise.plan\ntilewise.plan.SMALLEST_JOB = 1\n"

@@ -55,7 +55,9 @@ def plan(
     ids=str,
 )
 def test_rows(sizes: dict[str, int], rows: int) -> None:
-    assert plan(**sizes).rows == rows
+    chosen = plan(**sizes).rows
+    assert chosen == rows
+    assert type(chosen) is int
 
 
 @pytest.mark.parametrize(

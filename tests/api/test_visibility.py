@@ -77,6 +77,7 @@ def test_pairs_far_from_zero(rows: int) -> None:
     """Positions up to 2^56 and lengths of 2^50 are counted exactly, with every bound."""
     far = 1 << 56
     assert visible_pairs(rows, far, 0, 1 << 50, UNBOUNDED, 0) == rows << 50
+    assert visible_pairs(3, 1 << 54, 0, 1 << 55, UNBOUNDED, 0) == (3 << 54) + 6  # no float64 holds it
     assert visible_pairs(rows, far, far, 1 << 50, UNBOUNDED, 0) == rows * (rows + 1) // 2
     assert visible_pairs(rows, far, 0, far, UNBOUNDED, UNBOUNDED) == rows << 56 if rows == 1 else True
     assert visible_pairs(rows, far, far - 9, 1 << 50, 9, 0) == rows * 10

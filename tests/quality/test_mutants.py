@@ -114,7 +114,7 @@ def test_verdicts(
 
 
 def test_old_text_must_be_there_once(tmp_path: Path) -> None:
-    write(tmp_path / "a.py", "x = 1", "y = 1")
+    write(tmp_path / "a.py", "x = 1", "y = 1", "v = 1")
     before = (tmp_path / "a.py").read_text()
     for file, old, new in (("a.py", "= 1", "= 2"), ("a.py", "z", "w"), ("a.py", "x", "x"), ("b.py", "x", "y")):
         patches = Patch("a.py", "x = 1", "x = 3"), Patch(file, old, new)
@@ -122,7 +122,7 @@ def test_old_text_must_be_there_once(tmp_path: Path) -> None:
             apply(Mutant("m", "", (), patches), tmp_path)
         assert (tmp_path / "a.py").read_text() == before, "nothing is written where one patch does not fit"
     apply(Mutant("m", "", (), (Patch("a.py", "x = 1", "x = 3"), Patch("a.py", "y = 1", "y = 4"))), tmp_path)
-    assert (tmp_path / "a.py").read_text() == "x = 3\ny = 4\n"
+    assert (tmp_path / "a.py").read_text() == "x = 3\ny = 4\nv = 1\n"
 
 
 def test_a_mutant_is_read_as_it_is_written(tmp_path: Path) -> None:
