@@ -11,6 +11,7 @@ import pytest
 import tilewise as tw
 from tests.support import F32Array, assert_same_bits, inputs
 from tilewise import arguments
+from tilewise.runtime.arena import aligned
 
 Q, K, V = inputs(1, 2, 1, 3, 4, 8, 5)
 
@@ -84,7 +85,41 @@ def test_overlap_with_itself(shape: tuple[int, ...], strides: tuple[int, ...], o
 
 def test_strides_of_one_element_need_no_alignment() -> None:
     q = np.lib.stride_tricks.as_strided(Q[:, :, :1], (1, 2, 1, 8), (12345, Q.strides[1], 777, 4))
+    assert arguments.tensor("q", q, 4) is q
     assert_same_bits(tw.attention(q, K, V, q_offset=0), tw.attention(Q[:, :, :1], K, V, q_offset=0))
+
+
+@pytest.mark.parametrize("D", [1, 2])
+def test_a_last_axis_of_one_element_has_any_stride(D: int) -> None:
+    """Two elements that do not lie beside each other are refused; one alone is beside nothing."""
+    wide = np.zeros((1, 1, 4, 3 * D), np.float32)
+    if D == 1:
+        assert arguments.tensor("k", wide[..., ::3], 4).strides[-1] == 12
+    else:
+        with pytest.raises(
+            tw.InvalidArgument, match=r"^the last axis of k must be contiguous \(stride 4 bytes, got 12\)"
+        ):
+            arguments.tensor("k", wide[..., ::3], 4)
+
+
+def test_scales_that_are_powers_of_two() -> None:
+    for scale in (1.0, 0.5, -2.0, 2.0**127, 0.0):
+        assert arguments.scale(scale, 16) == scale
+
+
+def test_masked_arrays_are_refused_by_name() -> None:
+    message = "{0} is a masked array, whose mask would be ignored: pass {0}.filled(...) or a window"
+    masked = np.ma.zeros((1, 2, 3), np.float32)
+    with pytest.raises(TypeError, match=f"^{re.escape(message.format('k'))}$"):
+        tw.attention(Q, np.ma.MaskedArray(K), V)
+    with pytest.raises(TypeError, match=f"^{re.escape(message.format('lse'))}$"):
+        tw.attention(Q, K, V, lse=masked)
+
+
+def test_memory_that_the_system_does_not_have() -> None:
+    nbytes = 1 << 62
+    with pytest.raises(tw.ArenaExhausted, match=f"^arena: requested {nbytes} bytes, more than the system gives$"):
+        aligned(nbytes)
 
 
 FLOATS = [
@@ -108,7 +143,7 @@ def test_an_empty_list_is_one_of_integers() -> None:
 
 @pytest.mark.parametrize("name", ["q_offset", "kv_len"])
 def test_a_list_that_is_no_list_of_integers(name: str) -> None:
-    for wrong in ([[1], [2, 3]], [1 << 200]):
+    for wrong in ([[1], [2, 3]], [1 << 200], [1.5], [True], ["1"]):
         with pytest.raises(TypeError, match=rf"^{name} must be an integer or "):
             arguments.per_sequence(name, wrong, 1)
 

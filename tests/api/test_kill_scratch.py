@@ -18,6 +18,10 @@ from tests.support import Case, assert_same_bits, case, poisoned, sinks_for
 CASES: dict[str, Callable[[], Case]] = {
     "packed": lambda: case(1, 4, 2, 37, 90, 19, 33, causal=True, q_offset=53, bc=33, span=33),
     "packed, window": lambda: case(2, 3, 1, 13, 90, 19, 33, causal=True, window=30, q_offset=[70, 77], bc=33, span=66),
+    # the oldest keys dropped: what lies before them is not of the array
+    "packed, dropped": lambda: case(
+        1, 3, 1, 13, 90, 19, 33, causal=True, window=30, q_offset=117, k_offset=40, bc=33, span=66
+    ),
     "packed, sinks": lambda: case(1, 4, 2, 37, 90, 19, 33, window=5, q_offset=50, sinks=sinks_for(4), bc=33),
     "streamed": lambda: case(1, 3, 1, 1, 90, 19, 33, bc=33, span=66),
     "streamed, ragged": lambda: case(

@@ -138,6 +138,15 @@ def test_spans_become_work_items(sizes: dict[str, Any], threads: int, units: int
     assert p.items == sizes.get("B", 1) * sizes.get("Hkv", 1) * tiles * units
 
 
+@pytest.mark.parametrize(("keys", "units"), [(312_500_000, 1), (312_500_001, 305_177)])
+def test_a_tile_that_takes_too_long_is_split(keys: int, units: int) -> None:
+    """Also for one thread: 64 flops a key, and a signal waits for 2 * 10^10 of them at most."""
+    p = plan(Tk=keys)
+    assert p.units == p.items == units
+    assert plan(Tq=2, Tk=keys, br=1).units == units  # it is the flops of a tile that count, not of the call
+    assert plan(Tq=2, Tk=keys // 2, br=2).units == 1
+
+
 # 1000 rows see 1000 keys, D 16, Dv 16: 64 million flops; 384 rows a tile: 3 tiles
 @pytest.mark.parametrize(
     ("sizes", "threads", "workers"),
