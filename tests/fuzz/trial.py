@@ -152,7 +152,7 @@ def judge_answer(trial: Trial, result: Any) -> None:
             first = inside.reshape(-1)[(address(view) - address(room)) // 4 :]
             np.lib.stride_tricks.as_strided(first, view.shape, [s // 4 for s in view.strides])[...] = True
         check((room.view(np.uint32)[~inside] == poisoned((1,)).view(np.uint32)[0]).all(), f"a write outside {name}")
-    if trial.rng.random() < 0.25:
+    if trial.rng.random() < 0.25 and expected[0].size:  # of nothing, the reference may still take for ever
         try:
             assert_within_error_bound(expected, Case(q, k, v, plain))
         except AssertionError as error:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tilewise.arguments import F32Array, I64Array, float32_bits
 from tilewise.config import current
-from tilewise.errors import KernelError
+from tilewise.errors import ArenaExhausted, KernelError
 from tilewise.kernels.tables import CALL, CALL_INDEX, SEQUENCE, SEQUENCE_INDEX
 from tilewise.plan import Plan
 from tilewise.problem import Operands, Problem
@@ -21,6 +21,7 @@ from tilewise.simd.jit import Entry, executable
 
 # Where an address in the tables starts from: nothing, the tables themselves, or an array of the call.
 BASES = ("none", "tables", "scratch", "q", "k", "v", "o", "lse", "sinks")
+_MOST_BYTES = 1 << 62  # what 64-bit tables can still tell a kernel
 _DATA = object.__basicsize__  # where an ndarray holds the address of its data
 _COUNTER, _ABORT = CALL_INDEX["counter"], CALL_INDEX["abort"]
 
@@ -39,6 +40,8 @@ class Prepared:
 
 def prepare(problem: Problem, plan: Plan) -> Prepared:
     """Compile (or find) the kernel, and lay out the call's table and the descriptors of its sequences, in one array."""
+    if plan.scratch_bytes > _MOST_BYTES:
+        raise ArenaExhausted(f"arena: requested {plan.scratch_bytes} bytes, more than any system gives")
     call = np.zeros(len(CALL), np.int64)
     call_base = np.zeros(len(CALL), np.intp)
 
