@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How exact are exp2 and log2 of tilewise.simd.math? Every float32 is tried; see docs/explanation/math.md.
+"""How exact are exp2, log2 and tanh of tilewise.simd.math? Every float32 is tried; see docs/explanation/math.md.
 
     python scripts/prove_math.py               # all of it: minutes on one core
     python scripts/prove_math.py --every 1009  # a sample, seconds
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from tilewise.simd.builder import I64, LANES, Builder, Int, Kernel, Vec
 from tilewise.simd.jit import native
-from tilewise.simd.math import exp2, log2
+from tilewise.simd.math import TANH_ONE, exp2, log2, tanh
 from tilewise.simd.target import current_target
 
 F32Array = NDArray[np.float32]
@@ -35,13 +35,14 @@ Map = Callable[[F32Array], F32Array]
 
 CHUNK = 1 << 17  # values at a time: they stay in the second-level cache
 DIGITS = 50
+SMALLEST_DIGITS = 45  # the smallest float32 is 1.4e-45
 SAMPLES = 2000  # points of a range at which the float64 reference is compared with decimal digits
 EXPONENT_ONE = 0x3F800000  # the bits of 1.0
 SIGN = 0x80000000
 INF = 0x7F800000
 LARGEST_NAN = 0x7FFFFFFF
 # The largest errors that this proof found, in ULP, rounded up
-EXP2_BOUND, LOG2_BOUND = 0.7997, 1.6606
+EXP2_BOUND, LOG2_BOUND, TANH_BOUND = 0.7997, 1.6606, 1.9535
 # l is 0, or from 1 to about the number of keys, which is at most 2^56: see docs/explanation/math.md
 L_BITS = 57
 
@@ -76,6 +77,18 @@ RANGES = (
     Range("log2, every x < 0: NaN", "log2", SIGN + 1, SIGN | INF, result=np.nan),
     Range("log2, every NaN: NaN", "log2", INF + 1, LARGEST_NAN, result=np.nan),
     Range("log2, every negative NaN: NaN", "log2", (SIGN | INF) + 1, SIGN | LARGEST_NAN, result=np.nan),
+)
+
+TANH_ONE_BITS = int(np.float32(TANH_ONE).view(np.uint32))
+TANH_RANGES = (
+    Range("tanh, x in (0, 9.02)", "tanh", 1, TANH_ONE_BITS - 1, bound=TANH_BOUND),
+    Range("tanh, x in (-9.02, 0)", "tanh", SIGN | 1, SIGN | (TANH_ONE_BITS - 1), bound=TANH_BOUND),
+    Range("tanh, x in [9.02, inf]: 1", "tanh", TANH_ONE_BITS, INF, result=1.0),
+    Range("tanh, x in [-inf, -9.02]: -1", "tanh", SIGN | TANH_ONE_BITS, SIGN | INF, result=-1.0),
+    Range("tanh, +0: +0", "tanh", 0, 0, result=0.0),
+    Range("tanh, -0: -0", "tanh", SIGN, SIGN, result=-0.0),
+    Range("tanh, every NaN: NaN", "tanh", INF + 1, LARGEST_NAN, result=np.nan),
+    Range("tanh, every negative NaN: NaN", "tanh", (SIGN | INF) + 1, SIGN | LARGEST_NAN, result=np.nan),
 )
 
 
@@ -115,10 +128,14 @@ def ulp_error(result: F32Array, true: F64Array) -> F64Array:
 
 
 def true_decimal(function: str, x: float) -> Decimal:
-    """exp2 or log2 to 50 digits."""
+    """exp2, log2 or tanh to 50 digits."""
     with localcontext() as context:
         context.prec = DIGITS
         value = Decimal(x)
+        if function == "tanh":
+            context.prec += SMALLEST_DIGITS  # that e^2x - 1 loses
+            power = (2 * value).exp()
+            return (power - 1) / (power + 1)
         return (value * Decimal(2).ln()).exp() if function == "exp2" else value.ln() / Decimal(2).ln()
 
 
@@ -189,16 +206,16 @@ def show_progress(total: int) -> tuple[Callable[[int], None], Callable[[], None]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Try exp2 and log2 on every float32.")
+    parser = argparse.ArgumentParser(description="Try exp2, log2 and tanh on every float32.")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="try every N-th value only")
     every = max(1, parser.parse_args().every)
-    maps = {name: native_map(name, function) for name, function in (("exp2", exp2), ("log2", log2))}
+    maps = {name: native_map(name, function) for name, function in (("exp2", exp2), ("log2", log2), ("tanh", tanh))}
     which = "every value" if every == 1 else f"one value in {every}"
     print(f"target {current_target().name}, NumPy {np.__version__}, {which} of each range", flush=True)
-    advance, stop = show_progress(sum(work.count(every) for work in RANGES))
+    advance, stop = show_progress(sum(work.count(every) for work in RANGES + TANH_RANGES))
     kept = True
     with np.errstate(all="ignore"):
-        for work in RANGES:
+        for work in RANGES + TANH_RANGES:
             good, text = prove(work, maps[work.function], every, advance)
             if work.bound is not None:
                 text += f"; float64 itself: {reference_error(work):.3f} ULP of float64"

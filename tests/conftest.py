@@ -43,7 +43,7 @@ def eager_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Use every thread that is offered, however small the problem, and return from the kernel after every work item."""
     monkeypatch.setattr("tilewise.plan.SMALLEST_JOB", 1)
     monkeypatch.setattr("tilewise.plan.BATCH_FLOPS", 1)
-    remembered = sys.modules["tilewise.attention"]._memory
+    remembered = sys.modules["tilewise.entry"]._memory
     remembered.clear()  # calls are planned anew here, and after it
     yield
     remembered.clear()

@@ -24,7 +24,9 @@ OPERATORS = {
     "add": "x + y", "sub": "x - y", "mul": "x * y", "div": "x / y",
     "lt": "x < y", "le": "x <= y", "eq": "x.equals(y)",
     "nadd": "x + y", "nsub": "x - y", "nand": "x & y", "shl": "x << count", "shr": "x >> count",
-    "mand": "x & y", "mor": "x | y",
+    "nmul": "x * y", "ndiv": "x // y", "nrem": "x % y", "nlt": "x < y", "neq": "x.equals(y)",
+    "nwhere": "b.where_ints(mask, x, y)",
+    "mand": "x & y", "mor": "x | y", "mnot": "~x",
 }  # fmt: skip
 MEANINGS = {
     "idiv": "of non-negative numbers", "irem": "of non-negative numbers",
@@ -32,10 +34,12 @@ MEANINGS = {
     "shr": "zeros come in", "eq": "false where either is NaN",
     "add": "one rounding", "sub": "one rounding", "mul": "one rounding", "div": "one rounding, a true division",
     "where": "x in the lanes where the mask holds, else y",
+    "ndiv": "towards zero; 0 where y is 0", "nrem": "x - y * (x // y)", "nwhere": "x in the lanes where the mask holds, else y",
+    "nmul": "modulo 2^32",
     "any": "whether some lane holds", "all": "whether every lane holds",
     "bits": "the same 32 bits as an integer", "floats": "the same 32 bits as a float",
-    "load": "16 floats", "load_int": "one int64",
-    "store": "16 floats", "store_lane": "one lane", "store_int": "one int64",
+    "load": "16 floats", "load_int": "one integer",
+    "store": "16 floats", "store_lane": "one lane", "store_int": "one integer",
     "store_release": "one int64; who sees it by load_acquire sees all that was written before",
 }  # fmt: skip
 

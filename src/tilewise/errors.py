@@ -6,7 +6,7 @@ Every message names the argument, what came and what was expected.
 
 from __future__ import annotations
 
-__all__ = ["ArenaExhausted", "InvalidArgument", "KernelError", "ShapeError", "TargetError"]
+__all__ = ["ArenaExhausted", "CacheFull", "InvalidArgument", "KernelError", "ShapeError", "TargetError"]
 
 
 class InvalidArgument(ValueError):
@@ -19,6 +19,10 @@ class ShapeError(ValueError):
 
 class ArenaExhausted(MemoryError):
     """Scratch was asked for beyond the arena's limit, or beyond what the system has."""
+
+
+class CacheFull(MemoryError):
+    """A paged cache has too few free pages for the tokens; nothing was changed."""
 
 
 class TargetError(RuntimeError):

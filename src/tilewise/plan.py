@@ -9,7 +9,9 @@ import numpy as np
 
 from tilewise.arguments import I64Array
 from tilewise.kernels.forward import forward_kernel
+from tilewise.kernels.hooks import NO_HOOKS, Hooks
 from tilewise.kernels.tables import Shape, up_to
+from tilewise.kernels.variants import Operand, Variant
 from tilewise.problem import Problem
 from tilewise.simd.builder import LANES, Kernel
 from tilewise.simd.target import Target
@@ -17,6 +19,7 @@ from tilewise.simd.target import Target
 PANELS = (1, 2, 4, 8, LANES)
 ROWS = 384  # query rows a tile: packing K and V costs 1 / ROWS of the products
 ROW_FLOATS = 1 << 18  # of q, a and a_total of a work item together: they stay in the second-level cache
+FEW_ROWS = 8  # query rows of a KV head that are better served by the streaming kernel
 SMALLEST_JOB = 2_000_000  # flops that repay the wake-up of another worker
 SPLIT_BELOW = 4  # query tiles a thread: with fewer, spans become work items of their own
 BATCH_FLOPS = 1_000_000_000  # between two looks at signals
@@ -31,7 +34,8 @@ class Plan:
     shape: Shape
     rows: int
     units: int  # work items a query tile: 1, or as many as it may see spans
-    first_item: I64Array  # [B + 1]: the work items before each sequence's, and all of them
+    order: I64Array  # the sequences, those with the most work first, so that workers end together
+    first_item: I64Array  # [B + 1]: the work items before each sequence's in that order, and all of them
     workers: int
     threads: int
     batch: int  # work items between two looks at signals
@@ -74,21 +78,51 @@ class Plan:
         )
 
 
-def make_plan(problem: Problem, target: Target, threads: int) -> Plan:
+def make_plan(problem: Problem, target: Target, threads: int, hooks: Hooks = NO_HOOKS) -> Plan:
     """Choose rows a work item, the panel, the register tile and the number of workers."""
     rows = _rows(problem)
+    views = problem.views
+    types = (views["q"].type, views["k"].type, views["v"].type, views["o"].type)
     panel = next((p for p in PANELS if rows <= p), LANES)
-    shape = Shape(problem.D, problem.Dv, problem.bc, panel, *target.register_tile(panel))
+    shape = Shape(
+        problem.D,
+        problem.Dv,
+        problem.bc,
+        panel,
+        *target.register_tile(panel),
+        types,
+        problem.partial,
+        _variant(problem, hooks),
+    )
+    pairs = problem.pairs()
+    order = np.argsort(-pairs, kind="stable")
     tiles = -(-problem.rows * problem.group // rows)
-    flops, all_tiles = problem.flops(), int(tiles.sum()) * problem.Hkv
+    flops, all_tiles = problem.flops(pairs), int(tiles.sum()) * problem.Hkv
     few = threads > 1 and all_tiles < SPLIT_BELOW * threads
-    units = _spans(problem, rows) if few or flops > LARGEST_ITEM * all_tiles else 1
+    units = _spans(problem, rows) if not problem.partial and (few or flops > LARGEST_ITEM * all_tiles) else 1
     first_item = np.zeros(problem.B + 1, np.int64)
-    np.cumsum(tiles * (problem.Hkv * units), out=first_item[1:])
+    np.cumsum(tiles[order] * (problem.Hkv * units), out=first_item[1:])
     items = int(first_item[-1])
     workers = max(1, min(threads, items, 1 + flops // SMALLEST_JOB))
     batch = max(1, min(items, BATCH_FLOPS * items // max(1, flops)))
-    return Plan(target, shape, rows, units, first_item, workers, threads, batch)
+    return Plan(target, shape, rows, units, order, first_item, workers, threads, batch)
+
+
+def _variant(problem: Problem, hooks: Hooks) -> Variant:
+    """What the kernel must know of softcap, ALiBi, bias, mask and hooks while it is written."""
+    bias, mask = (
+        None if view is None else Operand(view.type, view.spread) for view in (problem.bias_view, problem.mask_view)
+    )
+    alibi = problem.slopes_view is not None
+    return Variant(problem.softcap is not None, hooks.score, alibi, bias, mask, hooks.keep, hooks.keep is not None)
+
+
+def by_rows(problem: Problem) -> list[Problem]:
+    """The sequences of few query rows, and the others: they need different kernels. One problem where all are alike."""
+    few = problem.rows * problem.group <= FEW_ROWS
+    if few.all() or not few.any():
+        return [problem]
+    return [problem.of(~few), problem.of(few)]
 
 
 def _rows(problem: Problem) -> int:
@@ -97,7 +131,7 @@ def _rows(problem: Problem) -> int:
     wanted = problem.br * problem.group if problem.br else min(ROWS, max(LANES, ROW_FLOATS // row_floats))
     if wanted > LANES:
         wanted = up_to(LANES, wanted)
-    return max(1, min(wanted, problem.Tq * problem.group))
+    return max(1, min(wanted, int(problem.rows.max(initial=0)) * problem.group))
 
 
 def _spans(problem: Problem, rows: int) -> int:

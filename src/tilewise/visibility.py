@@ -15,12 +15,17 @@ UNBOUNDED = 1 << 60  # left or right of a row that sees everything on that side
 N = TypeVar("N")
 
 
-def bounds(causal: bool, window: int | None) -> tuple[int, int]:
+def bounds(causal: bool, window: int | tuple[int | None, int | None] | None) -> tuple[int, int]:
     """(left, right): how many keys before and after its own position a row sees, at most.
 
-    A window counts the row's own key, so it leaves window - 1 before it; None, 0 or negative: no window.
+    A window counts the row's own key, so it leaves window - 1 before it; None, 0 or negative: no window. A pair counts
+    the keys before and after it, None without a limit.
     """
-    return (window - 1 if window is not None and window > 0 else UNBOUNDED), (0 if causal else UNBOUNDED)
+    right = 0 if causal else UNBOUNDED
+    if isinstance(window, tuple):
+        before, after = (UNBOUNDED if side is None else side for side in window)
+        return before, min(after, right)
+    return (window - 1 if window is not None and window > 0 else UNBOUNDED), right
 
 
 def visible_range(

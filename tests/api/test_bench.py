@@ -17,7 +17,8 @@ import tilewise as tw
 from tilewise.bench import machine, report
 from tilewise.bench.measure import Contender, Settings, schedule
 from tilewise.bench.runner import Opened
-from tilewise.bench.workloads import WORKLOADS, Workload, inputs
+from tilewise.bench.table import GROUPS, WORKLOADS
+from tilewise.bench.workloads import Workload, inputs
 from tilewise.cli.app import run
 from tilewise.config import current
 from tilewise.reference import attention32
@@ -89,7 +90,7 @@ def bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, f
 
 # ---- workloads
 def test_workloads_are_those_that_were_asked_for() -> None:
-    shapes = {w.name: (w.B, w.H, w.Hkv, w.Tq, w.Tk, w.D, w.causal, w.window, w.q_offset) for w in WORKLOADS.values()}
+    shapes = {w.name: (w.B, w.H, w.Hkv, w.Tq, w.Tk, w.D, w.causal, w.window, w.q_offset) for w in GROUPS["speed"]}
     assert shapes == {
         "W1": (1, 32, 8, 2048, 2048, 128, True, None, 0),
         "W2": (1, 12, 12, 1024, 1024, 64, True, None, 0),
@@ -322,7 +323,7 @@ def test_schedule() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["-w", "W9"], ["--workload", "W9", "W7b"]),
+        (["-w", "W9"], ["--workload", "W9", "W7b", "half"]),
         (["-t", "1,x"], ["--threads", "1,x"]),
         (["-t", "0"], ["--threads"]),
         (["-p", "good,nobody"], ["--peers", "nobody", "far"]),

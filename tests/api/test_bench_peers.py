@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-import tilewise as tw
 from tests.support import assert_same_bits
 from tilewise.bench.measure import LARGEST_ERROR, largest_error
+from tilewise.bench.ours import prepare
 from tilewise.bench.peers import Missing, Peer, load_peer
 from tilewise.bench.runner import start
-from tilewise.bench.workloads import WORKLOADS, Workload, inputs
+from tilewise.bench.table import WORKLOADS, batch
+from tilewise.bench.workloads import Workload, inputs
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "peers"
 KINDS = (
@@ -20,6 +22,12 @@ KINDS = (
     Workload("square", "", 1, 4, 2, 65, 65, 64, causal=True), Workload("plain", "", 2, 3, 3, 70, 70, 32),
     Workload("decode", "", 2, 8, 2, 1, 200, 64, causal=True, q_offset=199), WORKLOADS["call"],
 )  # fmt: skip
+FLOATS = (
+    *KINDS,
+    batch("pages", "", 8, 2, 64, (200, 1, 77), 1, page=32, shuffled=True, turnover=40),
+    batch("ragged", "", 4, 2, 64, (33, 1, 200, 64), 0),
+)
+HALVES = tuple(replace(w, type=type) for w in (KINDS[2], KINDS[4], FLOATS[-2]) for type in ("bf16", "f16"))
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
@@ -32,18 +40,21 @@ def test_installed_peer_gives_our_result(path: Path) -> None:
     runner, done = start(peer, 1), set()
     try:
         assert runner.version
-        for w in KINDS:
-            ours = tw.attention(*inputs(w), **w.arguments)
-            for variant in peer.variants:
+        for w in (*FLOATS, *(x for x in HALVES if x.type in peer.types)):
+            ours = prepare(w, *inputs(w))
+            expected = ours.fetch(ours.call())
+            for variant in peer.variants_for(w):
                 opened = runner.open(w, variant)
                 if opened.result is not None:
-                    done.add(variant)
-                    assert largest_error(opened.result, ours) <= LARGEST_ERROR, (w.name, variant)
+                    done.add((w.type, variant))
+                    assert largest_error(opened.result, expected) <= LARGEST_ERROR[w.type], (w, variant)
                     assert len(runner.sample(variant, 0.0)) == 1
             runner.release()
+        for w in (x for x in HALVES if x.type not in peer.types):
+            assert all("computes nothing in" in runner.open(w, x).reason for x in peer.variants_for(w))
     finally:
         runner.close()
-    assert done == set(peer.variants)
+    assert {x for type, x in done if type == "f32"} == {*peer.variants, *peer.batches}
 
 
 def test_inputs_begin_on_a_cache_line_and_stay_the_same() -> None:

@@ -9,10 +9,11 @@ import pytest
 
 import tilewise as tw
 from tests.support import assert_same_bits, case, inputs, poisoned
+from tilewise.arguments import BFLOAT16
 
 Q, K, V = inputs(2, 6, 2, 3, 4, 8, 5)
 O_SHAPE, LSE_SHAPE = (2, 6, 3, 5), (2, 6, 3)
-BIG_ENDIAN = "float32 in native byte order"
+NATIVE = "float32, float16 or bfloat16 in native byte order"
 
 
 class ArrayLike:
@@ -54,12 +55,22 @@ ARRAYS: Refused = {}
 for _name, _x in (("q", Q), ("k", K), ("v", V)):
     ARRAYS |= {
         f"{_name} missing": (tw.InvalidArgument, [_name, "None"], {_name: None}),
-        f"{_name} float64": (TypeError, [_name, "float32", "float64"], {_name: _x.astype(np.float64)}),
-        f"{_name} float16": (TypeError, [_name, "float32", "float16"], {_name: _x.astype(np.float16)}),
-        f"{_name} int32": (TypeError, [_name, "float32", "int32"], {_name: _x.astype(np.int32)}),
-        f"{_name} complex": (TypeError, [_name, "float32", "complex64"], {_name: _x.astype(np.complex64)}),
-        f"{_name} object": (TypeError, [_name, "float32"], {_name: _x.astype(object)}),
-        f"{_name} other byte order": (TypeError, [_name, BIG_ENDIAN], {_name: _x.astype(_x.dtype.newbyteorder())}),
+        f"{_name} float64": (TypeError, [_name, NATIVE, "float64"], {_name: _x.astype(np.float64)}),
+        f"{_name} int32": (TypeError, [_name, NATIVE, "int32"], {_name: _x.astype(np.int32)}),
+        f"{_name} uint16": (TypeError, [_name, NATIVE, "uint16"], {_name: _x.astype(np.int32).astype(np.uint16)}),
+        f"{_name} bool": (TypeError, [_name, NATIVE, "bool"], {_name: _x > 0}),
+        f"{_name} complex": (TypeError, [_name, NATIVE, "complex64"], {_name: _x.astype(np.complex64)}),
+        f"{_name} object": (TypeError, [_name, NATIVE], {_name: _x.astype(object)}),
+        f"{_name} of other fields": (
+            TypeError, [_name, NATIVE, "half"], {_name: np.zeros(_x.shape, [("half", np.uint16)])},
+        ),
+        f"{_name} other byte order": (TypeError, [_name, NATIVE], {_name: _x.astype(_x.dtype.newbyteorder())}),
+        f"{_name} float16 other byte order": (
+            TypeError, [_name, NATIVE], {_name: _x.astype(np.dtype(np.float16).newbyteorder())},
+        ),
+        f"{_name} bfloat16 other byte order": (
+            TypeError, [_name, NATIVE], {_name: np.zeros(_x.shape, BFLOAT16.newbyteorder())},
+        ),
         f"{_name} list": (TypeError, [_name, "list"], {_name: _x.tolist()}),
         f"{_name} text": (TypeError, [_name, "str"], {_name: "x"}),
         f"{_name} number": (TypeError, [_name, "float"], {_name: 1.0}),
@@ -152,6 +163,7 @@ OPTIONS: Refused = {
     "k_offset float": (TypeError, ["k_offset"], {"k_offset": 0.5}),
     "sinks list": (TypeError, ["sinks", "list"], {"sinks": [0.0] * 6}),
     "sinks float64": (TypeError, ["sinks", "float64"], {"sinks": np.zeros(6)}),
+    "sinks float16": (TypeError, ["sinks must be float32 in native", "float16"], {"sinks": np.zeros(6, np.float16)}),
     "sinks for KV heads": (tw.ShapeError, ["sinks", "(6,)", "(2,)"], {"sinks": np.zeros(2, np.float32)}),
     "sinks matrix": (tw.ShapeError, ["sinks"], {"sinks": np.zeros((2, 6), np.float32)}),
     "sinks strided": (tw.InvalidArgument, ["sinks", "contiguous"], {"sinks": np.zeros(12, np.float32)[::2]}),
@@ -160,15 +172,16 @@ OPTIONS: Refused = {
     "pool True": (TypeError, ["pool", "True"], {"pool": True}),
     "pool text": (TypeError, ["pool"], {"pool": "4"}),
 }  # fmt: skip
-for _name, _shape in (("out", O_SHAPE), ("lse", LSE_SHAPE)):
+for _name, _shape, _native in (("out", O_SHAPE, NATIVE), ("lse", LSE_SHAPE, "lse must be float32 in native")):
     _right = np.zeros(_shape, np.float32)
     _fixed = _right.copy()
     _fixed.flags.writeable = False
     OPTIONS |= {
         f"{_name} list": (TypeError, [_name, "list"], {_name: _right.tolist()}),
+        f"{_name} int32": (TypeError, [_name, _native, "int32"], {_name: _right.astype(np.int32)}),
         f"{_name} float64": (TypeError, [_name, "float64"], {_name: _right.astype(np.float64)}),
         f"{_name} other byte order": (
-            TypeError, [_name, BIG_ENDIAN], {_name: _right.astype(_right.dtype.newbyteorder())},
+            TypeError, [_name, _native], {_name: _right.astype(_right.dtype.newbyteorder())},
         ),
         f"{_name} array-like": (TypeError, [_name, "ArrayLike"], {_name: ArrayLike(_right)}),
         f"{_name} wrong shape": (tw.ShapeError, [_name, str(_shape)], {_name: _right[:1].copy()}),
@@ -176,6 +189,9 @@ for _name, _shape in (("out", O_SHAPE), ("lse", LSE_SHAPE)):
         f"{_name} misaligned": (tw.InvalidArgument, [_name, "align"], {_name: misaligned(_right)}),
         f"{_name} odd stride": (tw.InvalidArgument, [_name, "align"], {_name: odd_stride(_right)}),
     }  # fmt: skip
+OPTIONS["lse float16"] = (
+    TypeError, ["lse must be float32 in native", "float16"], {"lse": np.zeros(LSE_SHAPE, np.float16)},
+)  # fmt: skip
 OPTIONS["out last axis strided"] = (tw.InvalidArgument, ["out", "contiguous"], {"out": strided_last(poisoned(O_SHAPE))})
 
 REFUSED = {**ARRAYS, **SHAPES, **OPTIONS}

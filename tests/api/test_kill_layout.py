@@ -15,6 +15,7 @@ import tilewise as tw
 from tilewise.problem import Problem, View, make_problem
 
 B, H, HKV, TQ, TK, D, DV = 2, 6, 3, 5, 7, 8, 4
+FLOATS = "float32, float16 or bfloat16"
 
 
 def arrays() -> dict[str, Any]:
@@ -29,10 +30,10 @@ def problem(**changes: Any) -> Problem:
 def test_contiguous_arrays() -> None:
     p = problem()
     assert p.views == {
-        "q": View(D, TQ * D, 0, 4 * B * H * TQ * D),
-        "k": View(D, TK * D, 0, 4 * B * HKV * TK * D),
-        "v": View(DV, TK * DV, 0, 4 * B * HKV * TK * DV),
-        "o": View(DV, TQ * DV, 0, 4 * B * H * TQ * DV),
+        "q": View("f32", D, TQ * D, 0, 0, 4 * B * H * TQ * D),
+        "k": View("f32", D, TK * D, 0, 0, 4 * B * HKV * TK * D),
+        "v": View("f32", DV, TK * DV, 0, 0, 4 * B * HKV * TK * DV),
+        "o": View("f32", DV, TQ * DV, 0, 0, 4 * B * H * TQ * DV),
     }
     assert p.q_base.tolist() == [0, 4 * H * TQ * D]
     assert p.k_base.tolist() == [0, 4 * HKV * TK * D]
@@ -40,12 +41,13 @@ def test_contiguous_arrays() -> None:
     assert p.o_base.tolist() == [0, 4 * H * TQ * DV]
     assert p.lse_base.tolist() == [0, 4 * H * TQ]
     assert (p.out_shape, p.lse_shape) == ((B, H, TQ, DV), (B, H, TQ))
-    assert (p.B, p.H, p.Hkv, p.Tq, p.Tk, p.D, p.Dv, p.group) == (B, H, HKV, TQ, TK, D, DV, 2)
+    assert (p.B, p.H, p.Hkv, p.D, p.Dv, p.group) == (B, H, HKV, D, DV, 2)
+    assert (p.out_dtype, p.page_size, p.blocks_base, p.blocks_bytes, p.partial) == (np.float32, 0, None, 0, False)
     assert [x.tolist() for x in (p.rows, p.q_offset, p.k_offset, p.kv_len)] == [[TQ] * 2, [0, 0], [0, 0], [TK] * 2]
     assert (p.causal, p.window, p.return_lse, p.br, p.bc, p.span) == (False, None, False, 0, 64, 1024)
     assert p.scale == float(np.float32(8**-0.5))
     for view in p.views.values():
-        assert all(type(number) is int for number in view), "a float is no stride, though it is equal to one"
+        assert all(type(number) is int for number in view[1:6]), "a float is no stride, though it is equal to one"
 
 
 def test_operands_are_the_arrays_themselves() -> None:
@@ -60,13 +62,13 @@ def test_operands_are_the_arrays_themselves() -> None:
 
 def test_lse_and_sinks() -> None:
     p = problem(return_lse=True, sinks=np.zeros(H, np.float32))
-    assert p.views["lse"] == View(1, TQ, 0, 4 * B * H * TQ)
+    assert p.views["lse"] == View("f32", 1, TQ, 0, 0, 4 * B * H * TQ)
     assert (p.views["sinks"].lo, p.views["sinks"].hi) == (0, 4 * H)
     assert p.return_lse
     lse = np.zeros((B, H, TQ, 3), np.float32)[..., 1]
     p = problem(lse=lse)
     assert p.return_lse
-    assert p.views["lse"] == View(3, 3 * TQ, 0, 4 * (3 * (B * H * TQ - 1) + 1))
+    assert p.views["lse"] == View("f32", 3, 3 * TQ, 0, 0, 4 * (3 * (B * H * TQ - 1) + 1))
     assert p.lse_base.tolist() == [0, 12 * H * TQ]
 
 
@@ -76,9 +78,9 @@ def test_views() -> None:
     v = np.zeros((B, TK, HKV, DV), np.float32).swapaxes(1, 2)
     out = np.zeros((B, H, TQ, DV + 6), np.float32)[..., 3 : 3 + DV]
     p = problem(k=k, v=v, out=out, kv_start=[0, 2])
-    assert p.views["k"] == View(-D, TK * D, -4 * (TK - 1) * D, 4 * ((B * HKV - 1) * TK * D + D))
-    assert p.views["v"] == View(HKV * DV, DV, 0, v.nbytes)
-    assert p.views["o"] == View(DV + 6, TQ * (DV + 6), 0, 4 * ((B * H * TQ - 1) * (DV + 6) + DV))
+    assert p.views["k"] == View("f32", -D, TK * D, 0, -4 * (TK - 1) * D, 4 * ((B * HKV - 1) * TK * D + D))
+    assert p.views["v"] == View("f32", HKV * DV, DV, 0, 0, v.nbytes)
+    assert p.views["o"] == View("f32", DV + 6, TQ * (DV + 6), 0, 0, 4 * ((B * H * TQ - 1) * (DV + 6) + DV))
     assert p.k_base.tolist() == [0, 4 * HKV * TK * D - 2 * 4 * D]
     assert p.v_base.tolist() == [0, 4 * TK * HKV * DV + 2 * 4 * HKV * DV]
     assert p.o_base.tolist() == [0, out.strides[0]]
@@ -141,9 +143,10 @@ def test_limits_are_inclusive() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"q": None}, "q is missing: expected a float32 array of 4 axes, got None"),
+        ({"q": None}, f"q is missing: expected a {FLOATS} array of 4 axes, got None"),
         ({"k": np.zeros((B, HKV, TK, D + 1), np.float32)},
-         "q and k must have the same head dimension D on axis 3: q (2, 6, 5, 8), k (2, 3, 7, 9), v (2, 3, 7, 4)"),
+         "q and k must have the same head dimension D on their last axis: "
+         "q (2, 6, 5, 8), k (2, 3, 7, 9), v (2, 3, 7, 4)"),
         ({"v": np.zeros((B, HKV, TK + 1, DV), np.float32)},
          "k and v must have the same KV heads and keys on axes 1 and 2: "
          "q (2, 6, 5, 8), k (2, 3, 7, 8), v (2, 3, 8, 4)"),
@@ -158,7 +161,7 @@ def test_limits_are_inclusive() -> None:
          "kv_start + kv_len must not pass Tk = 7, got 2 + 6 (sequence 1)"),
         ({"kv_start": [6, 1], "kv_len": [1, 9]},
          "kv_start + kv_len must not pass Tk = 7, got 1 + 9 (sequence 1)"),
-        *(({name: None}, f"{name} is missing: expected a float32 array of 4 axes, got None") for name in "kv"),
+        *(({name: None}, f"{name} is missing: expected a {FLOATS} array of 4 axes, got None") for name in "kv"),
         ({"sinks": np.zeros((1, 6), np.float32)}, "sinks must have 1 axes, got shape (1, 6)"),
         *(({name: -1}, f"{name} must lie in 0 ... {1 << 56} (0 picks the default), got -1") for name in ("br", "span")),
         *(({name: -1}, f"{name} must lie in 0 ... {1 << 56}, got -1") for name in ("kv_start", "kv_len", "k_offset")),

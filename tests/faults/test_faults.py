@@ -20,7 +20,7 @@ from tests.support import Case, assert_same_bits, case
 from tilewise.runtime import launch
 from tilewise.runtime.pool import available_cores
 
-FRONT_DOOR = sys.modules["tilewise.attention"]  # the package shows the function under this name
+FRONT_DOOR = sys.modules["tilewise.entry"]
 _memory = FRONT_DOOR._memory
 # Spans are work items of their own here: one query tile, several spans, so that workers wait for each other.
 SPLIT = {"H": 1, "Tq": 4, "Tk": 400, "D": 16, "Dv": 16, "bc": 16, "span": 32}
@@ -45,8 +45,8 @@ def with_entry(monkeypatch: pytest.MonkeyPatch, wrap: Callable[[Any], Any]) -> N
     """The kernel's entry, wrapped."""
     real = launch.prepare
 
-    def prepare(problem: Any, plan: Any) -> Any:
-        prepared = real(problem, plan)
+    def prepare(*arguments: Any) -> Any:
+        prepared = real(*arguments)
         return replace(prepared, entry=wrap(prepared.entry))
 
     monkeypatch.setattr(FRONT_DOOR, "prepare", prepare)
@@ -90,8 +90,8 @@ def test_fault_in_a_span_that_others_wait_for(ring: str, monkeypatch: pytest.Mon
     real = launch.prepare
     failures: list[BaseException] = []
 
-    def prepare(problem: Any, plan: Any) -> Any:
-        prepared = real(problem, plan)
+    def prepare(*arguments: Any) -> Any:
+        prepared = real(*arguments)
         prepared.offsets[launch.CALL_INDEX["k_lo"]] += 32 * 16 * 4  # the keys of the first span are out of bounds
         return replace(prepared, entry=lambda table, w: (time.sleep(0.2 * (w == 0)), prepared.entry(table, w))[1])
 

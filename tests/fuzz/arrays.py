@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 import tilewise as tw
-from tests.fuzz.trial import Trial
+from tests.fuzz.trial import Trial, narrow
+from tilewise.arguments import BFLOAT16
 
 BAD = tw.InvalidArgument
 SHAPE = tw.ShapeError
@@ -130,10 +131,23 @@ def array_layouts(t: Trial, name: str) -> None:
 
 def array_dtypes(t: Trial, name: str) -> None:
     x = t.given[name]
-    dtype = t.rng.choice(["f8", "f2", "i4", "u1", "c8", "?", "O", "S4", "U2", "M8[s]", "m8[s]", "V4", ">f4", "f4,f4"])
+    dtype = t.rng.choice([
+        "f8", "i4", "u1", "u2", "c8", "?", "O", "S4", "U2", "M8[s]", "m8[s]", "V4", "V2", ">f4", ">f2", "f4,f4",
+        [("half", "u2")], BFLOAT16.newbyteorder(),
+    ])  # fmt: skip
     value = np.zeros(x.shape, dtype) if dtype != ">f4" else x.astype(dtype)
     t.give(name, value, None)
     t.refuse(f"{name} of dtype {dtype}", TypeError)
+
+
+def array_halves(t: Trial, name: str) -> None:
+    """Half types are good, and mean the float32 numbers that they are; sinks are float32 only."""
+    dtype = np.dtype(t.rng.choice([np.float16, BFLOAT16]))
+    half = narrow(t.given[name], dtype)
+    wide = half.astype(np.float32) if dtype == np.float16 else (half.view("u2").astype("u4") << 16).view("f4")
+    t.give(name, half, wide)
+    if name == "sinks":
+        t.refuse(f"sinks of dtype {dtype}", TypeError)
 
 
 def array_others(t: Trial, name: str) -> None:

@@ -19,6 +19,7 @@ from tests.fuzz.arrays import (
     Own,
     Subclass,
     array_dtypes,
+    array_halves,
     array_layouts,
     array_memory,
     array_others,
@@ -27,6 +28,7 @@ from tests.fuzz.arrays import (
 )  # fmt: skip
 from tests.fuzz.trial import Trial
 from tests.support import poisoned
+from tilewise.arguments import BFLOAT16
 
 # ---- numbers
 
@@ -47,7 +49,7 @@ def windows(t: Trial, name: str) -> None:
         (np.int32(3), 3), (np.uint8(1), 1), (np.array(4), 4), (Index(2), 2), (0, None), (-(10**30), None),
         (10**30, None), (1 << 62, None), ((1 << 63) - 1, None), (1 << 64, None), (-(1 << 63), None),
         (1 << 56, None), ((1 << 56) - 1, None),
-        (True, TypeError), (2.0, TypeError), ("3", TypeError), (float("nan"), TypeError), ([3], TypeError),
+        (True, TypeError), (2.0, TypeError), ("3", TypeError), (float("nan"), TypeError), ([3], BAD),
         (np.array([3]), TypeError), (np.float32(3), TypeError), (1j, TypeError), (np.bool_(True), TypeError),
         (Evil(), Own), (Fraction(3), TypeError), (b"3", TypeError),
     ])  # fmt: skip
@@ -180,8 +182,10 @@ def outputs(t: Trial, name: str) -> None:
     wrong: list[tuple[Any, Any]] = [
         (right.tolist(), TypeError), (Interface(right), TypeError), (right.astype("f8"), TypeError), (1.5, TypeError),
         (np.zeros(shape, ">f4"), TypeError), ("out", TypeError), (right[None], SHAPE), (fixed, BAD),
-        (poisoned((*shape[:-1], shape[-1] + 1)), SHAPE), (right[0], SHAPE), (np.zeros(shape, "f2"), TypeError),
+        (poisoned((*shape[:-1], shape[-1] + 1)), SHAPE), (right[0], SHAPE), (np.zeros(shape, ">f2"), TypeError),
     ]  # fmt: skip
+    if name == "lse":
+        wrong += [(np.zeros(shape, "f2"), TypeError)]
     if right.size:
         wrong += [(misaligned(right), BAD)]
         if right.size > 1:
@@ -197,6 +201,9 @@ def outputs(t: Trial, name: str) -> None:
         t.refuse(f"{name} {type(value).__name__} {getattr(value, 'dtype', '')} {getattr(value, 'shape', '')}", kind)
         return
     t.rooms = [room for room in t.rooms if room[0] != name]
+    if name == "out" and rng.random() < 0.3:
+        t.given[name] = np.zeros(shape, rng.choice([np.float16, BFLOAT16]))
+        return
     step = 1 if name == "out" else 2  # along the last axis, which is contiguous in out
     room = poisoned((*(2 * n + 3 for n in shape[:-1]), step * shape[-1] + 3))
     view = room[(*(slice(1, 2 * n + 1, 2) for n in shape[:-1]), slice(1, step * shape[-1] + 1, step))]
@@ -236,11 +243,11 @@ def overlaps(t: Trial, name: str) -> None:
 
 
 def unknown(t: Trial, name: str) -> None:
-    t.given[t.rng.choice(["mask", "is_causal", "Causal", "dropout_p", "softcap"])] = 0
+    t.given[t.rng.choice(["is_causal", "Causal", "dropout_p", "softmax_scale"])] = 0
     t.refuse("unknown argument", TypeError)
 
 
-ARRAY = [array_layouts, array_dtypes, array_others, array_shapes, array_memory]
+ARRAY = [array_layouts, array_dtypes, array_halves, array_others, array_shapes, array_memory]
 SPOIL: dict[str, list[Callable[[Trial, str], None]]] = {
     "q": ARRAY, "k": ARRAY, "v": ARRAY, "sinks": ARRAY,
     "causal": [flags], "return_lse": [flags], "window": [windows], "scale": [scales],

@@ -15,6 +15,7 @@ import numpy as np
 
 import tilewise as tw
 from tests.support import Case, assert_same_bits, assert_within_error_bound, poisoned
+from tilewise.arguments import BFLOAT16
 
 CONSTANTS = [(8, 5, 4), (16, 17, 16)]  # D, Dv, bc: few, as each with each panel is a kernel
 MARGIN = 3  # elements of poison on every side of an array that is written
@@ -100,6 +101,7 @@ def run(trial: Trial) -> str:
     }  # fmt: skip
     arena = given.get("arena")
     before = (arena.used, arena.high_water) if isinstance(arena, tw.Arena) else None
+    dtype = next((given[name].dtype for name in ("out", "q") if isinstance(given.get(name), np.ndarray)), np.float32)
     kept = [(name, room.copy()) for name, room, _ in trial.rooms]
     try:
         with warnings.catch_warnings():
@@ -112,7 +114,7 @@ def run(trial: Trial) -> str:
         outcome = type(error).__name__
     else:
         check(not trial.wrong, f"not refused: {[why for why, _ in trial.wrong]}")
-        judge_answer(trial, result)
+        judge_answer(trial, result, np.dtype(dtype))
         outcome = "answer"
     for name, (x, data) in inputs.items():
         check(x.tobytes() == data, f"the input {name} was changed")
@@ -135,13 +137,26 @@ def judge_error(trial: Trial, error: BaseException) -> None:
           f"the message names no argument: {error!r}")  # fmt: skip
 
 
-def judge_answer(trial: Trial, result: Any) -> None:
-    """The bits of the plain call; on some trials the numbers of the reference too."""
+def narrow(x: Any, dtype: np.dtype[Any]) -> Any:
+    """float32 numbers rounded to a float type, to nearest, ties to even."""
+    if dtype != BFLOAT16:
+        return x.astype(dtype)
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    return (bits + (0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16).view(dtype)
+
+
+def judge_answer(trial: Trial, result: Any, dtype: np.dtype[Any]) -> None:
+    """The bits of the plain call, o rounded to the dtype; on some trials the numbers of the reference too."""
     plain = {**trial.plain}
     q, k, v = (np.ascontiguousarray(plain.pop(name)) for name in "qkv")
     expected = tw.attention(q, k, v, return_lse=True, pool=1, **plain)
     results = result if isinstance(result, tuple) else (result,)
     for name, x, y in zip(("o", "lse"), results, expected, strict=False):
+        if name == "o" and dtype != np.float32:
+            half = narrow(y, dtype)
+            check((x.dtype, x.shape) == (dtype, half.shape), f"o is {x.dtype} {x.shape}, expected {dtype} {half.shape}")
+            check(np.array_equal(np.ascontiguousarray(x).view("u2"), half.view("u2")), "the bits of o differ")
+            continue
         try:
             assert_same_bits(np.asarray(x), y, name)
         except BaseException as error:  # pytest's own failure is none of Exception

@@ -18,7 +18,9 @@ from tests.support import RUNNABLE
 from tilewise.verify.bits import PROBLEMS, RECIPE
 
 FILE = Path(__file__).parents[2] / "src" / "tilewise" / "data" / "bits.json"
-ABOUT = "SHA-256 of o and lse (little-endian float32, C order) for the problems of tilewise/verify/bits.py"
+ABOUT = (
+    "SHA-256 of o and lse (the bits of their types, little-endian, C order) for the problems of tilewise/verify/bits.py"
+)
 
 
 def document() -> str:

@@ -2,7 +2,7 @@
 
 A change that is meant is accepted by `pytest tests/kernels --update-golden`, and its diff is read before it is
 committed. The kernels are the smallest that between them hold every part: tails of D, Dv and Bc and a short panel in
-the one, no tail and a panel of 16 rows in the other.
+the one, no tail and a panel of 16 rows in the other; half types, and states written instead of o and lse, in a third.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tilewise.kernels.forward import forward_kernel
+from tilewise.kernels.merge import merge_kernel, merge_shape
 from tilewise.kernels.roof import fma_kernel, read_kernel
 from tilewise.kernels.tables import Shape
 from tilewise.simd.builder import Kernel
@@ -24,6 +25,8 @@ KERNELS = {
     for kernel in (
         forward_kernel(Shape(20, 33, 33, 4, 4, 4)),
         forward_kernel(Shape(16, 16, 16, 16, 2, 1)),
+        forward_kernel(Shape(16, 1, 16, 1, 1, 1, ("f16", "bf16", "f16", "f32"), partial=True)),
+        merge_kernel(merge_shape(17, "bf16")),
         fma_kernel(2, 2),
         read_kernel(),
     )

@@ -12,7 +12,19 @@ import pytest
 import tilewise as tw
 from tilewise.config import config
 from tilewise.kernels.forward import forward_kernel
-from tilewise.kernels.tables import CALL, CALL_INDEX, SEQUENCE, SEQUENCE_INDEX, Fields, Row, Shape, size_of, up_to
+from tilewise.kernels.tables import (
+    CALL,
+    CALL_INDEX,
+    MERGE,
+    SEQUENCE,
+    SEQUENCE_INDEX,
+    Fields,
+    Row,
+    Shape,
+    size_of,
+    up_to,
+)  # fmt: skip
+from tilewise.kernels.variants import Operand, Variant
 from tilewise.simd.builder import F32, I64, LANES, Int, Kernel
 from tilewise.simd.interp import NumpyBuilder
 
@@ -52,7 +64,7 @@ def test_up_to(multiple: int) -> None:
         assert up_to(multiple, Int(b, n)).raw == expected
 
 
-@pytest.mark.parametrize("names", [CALL, SEQUENCE, *([name for name, *_ in fields] for fields in lists(SHAPES[0]))])
+@pytest.mark.parametrize("names", [CALL, SEQUENCE, MERGE, *([x[0] for x in fields] for fields in lists(SHAPES[0]))])
 def test_names_are_unique(names: Any) -> None:
     assert len(set(names)) == len(names)
 
@@ -96,7 +108,15 @@ def test_fields_are_as_large_as_they_say(shape: Shape, rows: int) -> None:
 def test_name_states_every_constant() -> None:
     """Two shapes that differ in one constant have two names: kernels are kept by name."""
     base = Shape(20, 24, 32, 4, 2, 3)
-    shapes = [base, *(replace(base, **{x.name: getattr(base, x.name) + 1}) for x in fields(Shape))]
+    numbers = {x.name for x in fields(Shape)} - {"types", "partial", "variant"}
+    shapes = [base, replace(base, partial=True)]
+    shapes += [replace(base, **{name: getattr(base, name) + 1}) for name in numbers]
+    others = set(itertools.product(("f32", "f16", "bf16"), repeat=4)) - {base.types}
+    shapes += [replace(base, types=types) for types in others]
+    operands = [Operand(kind, spread) for kind in ("u8", "f32", "f16", "bf16") for spread in (False, True)]
+    variants = [{"softcap": True}, {"alibi": True}, {"blocks": True}]
+    variants += [{name: x} for name in ("bias", "mask") for x in operands]
+    shapes += [replace(base, variant=Variant(**variant)) for variant in variants]
     assert len({shape.name for shape in shapes}) == len(shapes)
     assert all(forward_kernel(shape).name == shape.name for shape in shapes)
     assert all(shape.name.isidentifier() for shape in shapes)

@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator
 
 from tilewise.kernels import pack, stream
 from tilewise.kernels.microkernel import scores, weighted_sum, widths
+from tilewise.kernels.scores import Scores
 from tilewise.kernels.softmax import OnlineSoftmax
 from tilewise.kernels.tables import CALL, NO_KEY, SEQUENCE, Fields, Row, Shape, size_of, up_to
-from tilewise.simd.builder import F32, I64, LANES, Builder, Int, Kernel, Ptr, Vec
+from tilewise.kernels.variants import FULL, GROUPS, KINDS, SKIP
+from tilewise.simd.builder import F32, I64, LANES, U8, Bool, Builder, Int, IntLike, Kernel, Ptr, Vec
 from tilewise.simd.math import LOG2E, NEG_INF
 
 
@@ -84,7 +86,8 @@ class Item:
         self.total_address = self.own_address + state_bytes + (slot - worker) * call["scratch_bytes"]
         self.total = self.state_at(self.total_address)
         scale = b.broadcast(call.cell("scale", F32))
-        self.softmax = OnlineSoftmax(b, shape, self.scratch, scale, together=min(shape.panel, 4))
+        scores = None if shape.variant.plain else Scores(b, shape, call, sequence, self.scratch)
+        self.softmax = OnlineSoftmax(b, shape, self.scratch, scale, together=min(shape.panel, 4), scores=scores)
 
     def state_at(self, address: Int) -> Fields:
         return Fields(self.b, self.shape.state_fields(), address, self.call["rows"])
@@ -95,6 +98,8 @@ class Item:
         self.rows_in()
         lo, hi = pack.panel_ranges(b, self.shape, self.scratch, self.padded)
         first, end = lo // span, (hi + span - 1) // span
+        if self.shape.partial:  # all keys are of one span; a tile may see none
+            softmax.init(self.total, self.padded)
         begin = first + self.unit
         for s in b.loop(begin, b.choose(self.split, b.imin(begin + 1, end), end)):
             # the first span of an empty total is the total: no merge
@@ -109,8 +114,11 @@ class Item:
                 softmax.merge(self.total, state, self.padded)
         self.wait()
         for _ in b.when(self.unit.equals(self.call["units"] - 1)):
-            softmax.finalize(self.total, self.padded)
-            self.rows_out()
+            if self.shape.partial:
+                self.states_out()
+            else:
+                softmax.finalize(self.total, self.padded)
+                self.rows_out()
         b.store_release(self.progress, self.turn + 1)
 
     def wait(self) -> None:
@@ -137,46 +145,94 @@ class Item:
 
     def span(self, state: Fields, lo: Int, hi: Int, end: Int) -> None:
         """The keys at positions [lo, hi) of one span, by tiles anchored at position 0; those up to end will follow."""
-        b, Bc = self.b, self.shape.Bc
-        for t0 in b.loop(lo // Bc * Bc, hi, Bc):
+        b, Bc, columns = self.b, self.shape.Bc, self.shape.columns
+        first, here = lo // Bc * Bc, b.var(b.integer(0))  # which half of k_at and v_at is this tile's
+        if self.shape.streamed:
+            self.places(here.value, first, lo, end)
+        for t0 in b.loop(first, hi, Bc):
             tile_lo, tile_hi = b.imax(lo - t0, 0), b.imin(hi - t0, Bc)
             if self.shape.streamed:
-                ahead = b.imin(stream.AHEAD, end - t0 - tile_hi)  # nothing past the last key
-                self.stream_tile(state, t0, tile_lo, tile_hi, ahead)
+                there = columns - here.value
+                for _ in b.when(t0 + Bc < end):  # else nothing is to be asked for, and what lies there does not matter
+                    self.places(there, t0 + Bc, lo, end)
+                for _ in self.when_needed(t0):
+                    self.stream_tile(state, t0, tile_lo, tile_hi, here.value)
+                here.value = there
             else:
-                self.pack_tile(state, t0, tile_lo, tile_hi)
+                for _ in self.when_needed(t0):
+                    self.places(here.value, t0, lo, end)
+                    self.pack_tile(state, t0, tile_lo, tile_hi)
 
-    def stream_tile(self, state: Fields, t0: Int, lo: Int, hi: Int, ahead: Int) -> None:
+    def when_needed(self, t0: Int) -> Iterator[None]:
+        """The body runs unless the block mask skips the tile for all panels."""
+        if not self.shape.variant.blocks:
+            yield
+            return
+        b = self.b
+        needed = b.var(b.integer(SKIP))
+        for row in b.loop(0, self.padded, self.shape.panel):
+            needed.value = b.imax(needed.value, self.kind(row, t0))
+        for _ in b.when(~needed.value.equals(SKIP)):
+            yield
+
+    def kind(self, row: Int, t0: Int) -> Int:
+        """What the block mask says of a panel and a tile, see `variants.KINDS`."""
+        b, call, Bc = self.b, self.call, self.shape.Bc
+        panel, tile = (self.start + row) // self.shape.panel, t0 // Bc - self.sequence["first_key"] // Bc
+        place = self.sequence["index"] * call["kinds_batch"] + self.kv_head * call["kinds_head"]
+        kinds = b.pointer(call["kinds"], call["kinds_lo"], call["kinds_hi"], U8)
+        return b.load_int(kinds + (place + panel * call["kinds_panel"] + tile))
+
+    def trim(self, row: Int, t0: Int, lo: Int, hi: Int) -> tuple[Int, Int, Bool | None]:
+        """The keys [lo, hi) of a tile but those that the block mask hides at its ends, and whether it hides none."""
+        variant = self.shape.variant
+        if not variant.blocks:
+            return lo, hi, None
+        b, kind = self.b, self.kind(row, t0)
+        if self.shape.columns // LANES <= GROUPS:
+            first, last = kind // KINDS % GROUPS, kind // (KINDS * GROUPS)
+            lo, hi = b.imax(lo, first * LANES), b.imin(hi, (last + 1) * LANES)
+        return lo, b.choose(kind.equals(SKIP), lo, hi), (kind % KINDS).equals(FULL)
+
+    def places(self, at: Int, t0: Int, lo: Int, end: Int) -> None:
+        """Find the keys and values [lo, end) of the tile at t0."""
+        b, scratch = self.b, self.scratch
+        lo, hi = b.imax(lo, t0), b.imin(end, t0 + self.shape.Bc)
+        pack.places(b, self.call, self.sequence, scratch.k_at + at, scratch.v_at + at, t0, lo, hi)
+
+    def stream_tile(self, state: Fields, t0: Int, lo: Int, hi: Int, here: Int) -> None:
         """Keys [lo, hi) of a tile for the one panel of a few rows, K and V read where they lie."""
         b, shape, scratch, row = self.b, self.shape, self.scratch, self.b.integer(0)
-        k_row, v_row, values = self.call["k_row"], self.call["v_row"], self.tile_of("v", t0)
-        stream.scores(b, shape, scratch.queries, self.tile_of("k", t0), k_row, scratch.S, lo, hi, ahead * k_row)
-        self.softmax.update(state, row, t0, lo // LANES, up_to(LANES, hi) // LANES)
+        values = self.head_of("v")
+        k_places, v_places = (stream.Places(b, at, shape.columns, here) for at in (scratch.k_at, scratch.v_at))
+        lo, hi, whole = self.trim(row, t0, lo, hi)
+        stream.scores(b, shape, scratch.queries, self.head_of("k"), k_places, scratch.S, lo, hi)
+        self.softmax.update(state, row, t0, lo // LANES, up_to(LANES, hi) // LANES, whole)
         for c, count in stream.chunks(shape):
             finite = stream.weighted_sum(
-                b, shape, c, count, state.a, scratch.alpha, scratch.S, values, v_row, lo, hi, ahead * v_row
+                b, shape, c, count, state.a, scratch.alpha, scratch.S, values, v_places, lo, hi
             )
             for _ in b.when(~finite):
                 for column in range(c, c + count * LANES, LANES):
 
                     def value(j: Int, column: int = column) -> Vec:
-                        return stream.load_columns(b, values + j * v_row, column, shape.Dv)
+                        return pack.load_columns(b, values + v_places.at(j) + column, shape.Dv - column)
 
-                    self.weighted_sum_by_row(state, row, t0, b.integer(column), value)
+                    self.weighted_sum_by_row(state, row, t0, lo, hi, b.integer(column), value)
 
     def pack_tile(self, state: Fields, t0: Int, lo: Int, hi: Int) -> None:
         """Keys [lo, hi) of a tile for all panels, K and V packed once."""
         b, shape, scratch = self.b, self.shape, self.scratch
-        keys, values = self.tile_of("k", t0), self.tile_of("v", t0)
-        pack.pack_keys(b, shape, keys, self.call["k_row"], scratch.keys, lo, hi)
-        finite = pack.pack_values(b, shape, values, self.call["v_row"], scratch.values, lo, hi)
+        pack.pack_keys(b, shape, self.head_of("k"), scratch.k_at, scratch.keys, lo, hi)
+        finite = pack.pack_values(b, shape, self.head_of("v"), scratch.v_at, scratch.values, lo, hi)
         for row in b.loop(0, self.padded, shape.panel):
             panel_lo = b.imax(b.load_int(scratch.panel_lo + row) - t0, 0)
             panel_hi = b.imin(b.load_int(scratch.panel_hi + row) - t0, shape.Bc)
+            panel_lo, panel_hi, whole = self.trim(row, t0, panel_lo, panel_hi)
             for _ in b.when(panel_lo < panel_hi):
                 groups = panel_lo // LANES, up_to(LANES, panel_hi) // LANES
                 self.scores(row, *groups)
-                self.softmax.update(state, row, t0, *groups)
+                self.softmax.update(state, row, t0, *groups, whole)
                 for _ in b.when(finite):
                     self.weighted_sum(state, row, panel_lo, panel_hi)
                 for _ in b.when(~finite):
@@ -185,13 +241,13 @@ class Item:
                         def value(j: Int, column: Int = column) -> Vec:
                             return b.load(scratch.values + j * shape.width + column)
 
-                        self.weighted_sum_by_row(state, row, t0, column, value)
+                        self.weighted_sum_by_row(state, row, t0, panel_lo, panel_hi, column, value)
 
-    def tile_of(self, name: str, t0: Int) -> Ptr:
-        """Key or value t0 of the KV head, which need not exist."""
-        address = self.sequence[name] + self.kv_head * self.call[name + "_head"] * F32.size
-        base = self.b.pointer(address, self.call[name + "_lo"], self.call[name + "_hi"])
-        return base + (t0 - self.sequence["first_key"]) * self.call[name + "_row"]
+    def head_of(self, name: str) -> Ptr:
+        """What the places of keys or values count from: the KV head's first row of all."""
+        element = self.shape.element(name)
+        address = self.sequence[name] + self.kv_head * self.call[name + "_head"] * element.size
+        return self.b.pointer(address, self.call[name + "_lo"], self.call[name + "_hi"], element)
 
     def scores(self, row: Int, lo: Int, hi: Int) -> None:
         """S = Q @ K.T for a panel and the tile's groups [lo, hi)."""
@@ -208,21 +264,32 @@ class Item:
             scratch.S, shape.columns, scratch.values, lo, hi,
         )  # fmt: skip
 
-    def weighted_sum_by_row(self, state: Fields, row: Int, t0: Int, column: Int, value: Callable[[Int], Vec]) -> None:
+    def weighted_sum_by_row(
+        self, state: Fields, row: Int, t0: Int, first: Int, end: Int, column: Int, value: Callable[[Int], Vec]
+    ) -> None:
         """The same for 16 columns where a value is not finite: each row walks its own keys, as 0 * inf is not nothing.
 
         A row for which all that it sees of the tile is -inf skips the tile.
         """
         b, shape, scratch = self.b, self.shape, self.scratch
         for x in b.loop(0, shape.panel):
-            lo = b.imax(b.load_int(scratch.row_lo + row + x) - t0, 0)
-            hi = b.imin(b.load_int(scratch.row_hi + row + x) - t0, shape.Bc)
+            lo = b.imax(b.load_int(scratch.row_lo + row + x) - t0, first)
+            hi = b.imin(b.load_int(scratch.row_hi + row + x) - t0, end)
             for _ in b.when((lo < hi) & b.any(b.vec(0.0) < b.broadcast(scratch.seen + x))):
                 a = state.a + (row + x) * shape.width + column
                 acc = b.var(b.broadcast(scratch.alpha + row + x) * b.load(a))
                 for j in b.loop(lo, hi):
-                    acc.value = b.fma(b.broadcast(scratch.S + x * shape.columns + j), value(j), acc.value)
+                    at = x * shape.columns + j
+                    for _ in self.when_visible(at):
+                        acc.value = b.fma(b.broadcast(scratch.S + at), value(j), acc.value)
                 b.store(a, acc.value)
+
+    def when_visible(self, at: Int) -> Iterator[None]:
+        """The body runs where the variant lets a row see a key."""
+        if self.shape.variant.elements:
+            yield from self.b.when(self.b.any(self.b.vec(0.0) < self.b.broadcast(self.scratch.visible + at)))
+        else:
+            yield
 
     def place(self, row: Int) -> tuple[Int, Int]:
         """(query row, query head) of a row of this item."""
@@ -233,17 +300,24 @@ class Item:
         """Where a query row's q, o or lse lies."""
         call = self.call
         offset = row * call[name + "_row"] + head * call[name + "_head"]
-        return self.b.pointer(self.sequence[name], call[name + "_lo"], call[name + "_hi"]) + offset
+        element = self.shape.element(name)
+        return self.b.pointer(self.sequence[name], call[name + "_lo"], call[name + "_hi"], element) + offset
 
     def rows_in(self) -> None:
         """Pack the queries and find what each row sees."""
         b, shape, call, scratch = self.b, self.shape, self.call, self.scratch
         for r in b.loop(0, self.count):
             i, head = self.place(r)
-            pack.pack_query(b, shape, self.address("q", i, head), scratch.queries + r * up_to(LANES, shape.D))
+            pack.copy_row(b, shape.D, self.address("q", i, head), scratch.queries + r * up_to(LANES, shape.D))
             pack.row_ranges(b, call, self.sequence, scratch, r, self.sequence["q_offset"] + i)
+            if not shape.variant.plain:
+                b.store_int(scratch.row_index + r, i)
+                b.store_int(scratch.row_head + r, head)
         for r in b.loop(self.count, self.padded):  # rows that fill the last panel see nothing
             pack.no_query(b, shape, scratch, r)
+            if not shape.variant.plain:  # anything that may be read
+                b.store_int(scratch.row_index + r, 0)
+                b.store_int(scratch.row_head + r, self.kv_head * call["group"])
 
     def sink(self, head: Int) -> Vec:
         call = self.call
@@ -256,6 +330,8 @@ class Item:
             i, head = self.place(r)
             target = self.address("o", i, head)
             empty = b.load_int(scratch.row_hi + r).equals(NO_KEY[1])
+            if shape.variant.elements:
+                empty = empty | b.all(b.broadcast(self.total.any + r).equals(b.vec(0.0)))
             for _ in b.when(empty):
                 pack.unpack_row(b, shape.Dv, target, lambda c: b.vec(0.0))
                 b.store_lane(scratch.lse + r, b.vec(NEG_INF), 0)
@@ -265,3 +341,17 @@ class Item:
                 pack.unpack_row(b, shape.Dv, target, functools.partial(self.softmax.output, self.total, r))
             for _ in b.when(~self.sequence["lse"].equals(0)):
                 b.store_lane(self.address("lse", i, head), b.broadcast(scratch.lse + r), 0)
+
+    def states_out(self) -> None:
+        """Write the state of every row: a where o would lie, m and l where lse would."""
+        b, shape, total = self.b, self.shape, self.total
+        for r in b.loop(0, self.count):
+            i, head = self.place(r)
+
+            def value(c: IntLike, row: Ptr = total.a + r * shape.width) -> Vec:
+                return b.load(row + c)
+
+            pack.unpack_row(b, shape.Dv, self.address("o", i, head), value)
+            stats = self.address("lse", i, head)
+            b.store_lane(stats, b.broadcast(total.m + r), 0)
+            b.store_lane(stats + 1, b.broadcast(total.l + r), 0)

@@ -6,23 +6,26 @@ never read. The micro-kernel sees whole vectors only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from tilewise.kernels.tables import NO_KEY, Fields, Row, Shape, up_to
-from tilewise.simd.builder import LANES, Bool, Builder, Int, IntLike, Ptr, Vec
+from tilewise.simd.builder import BF16, BF16_PAIR, I64, LANES, Bool, Builder, Element, Int, IntLike, Ptr, Vec
 from tilewise.simd.math import transpose
 from tilewise.visibility import visible_range
+
+PAIRS = 2 * LANES  # bfloat16 columns that a vector of 32-bit lanes holds
+BF16_SHIFT = 16  # a bfloat16 is the upper half of a float32
 
 VectorAt = Callable[[IntLike], Vec]
 
 
-def pack_query(b: Builder, shape: Shape, source: Ptr, target: Ptr) -> None:
-    """One query row, its tail filled with zeros."""
-    whole = shape.D // LANES * LANES
-    for d in b.loop(0, whole, LANES):
-        b.store(target + d, b.load(source + d))
-    if shape.D % LANES:
-        b.store(target + whole, b.load_part(source + whole, shape.D % LANES))
+def copy_row(b: Builder, width: int, source: Ptr, target: Ptr) -> None:
+    """A row of `width` elements as float32, its tail filled with zeros up to whole vectors."""
+    whole = width // LANES * LANES
+    for c in b.loop(0, whole, LANES):
+        b.store(target + c, b.load(source + c))
+    if width % LANES:
+        b.store(target + whole, b.load_part(source + whole, width % LANES))
 
 
 def no_query(b: Builder, shape: Shape, scratch: Fields, row: Int) -> None:
@@ -58,32 +61,82 @@ def panel_ranges(b: Builder, shape: Shape, scratch: Fields, rows: Int) -> tuple[
     return item_lo.value, item_hi.value
 
 
-def pack_keys(b: Builder, shape: Shape, source: Ptr, stride: Int, packed: Ptr, lo: Int, hi: Int) -> None:
+def places(b: Builder, call: Row, sequence: Row, k_at: Ptr, v_at: Ptr, t0: Int, lo: Int, hi: Int) -> None:
+    """Where the keys and values [lo, hi) of the tile at t0 lie: k_at[j], v_at[j] for key t0 + j, in elements.
+
+    Keys lie in pages of page_size; those that lie one after the other are one page. An entry of a group of 16 for a key
+    outside [lo, hi) repeats the nearest inside: what is read there is masked later.
+    """
+    first, size = sequence["first_key"], call["page_size"]
+    blocks = b.pointer(sequence["blocks"], call["blocks_lo"], call["blocks_hi"], I64)
+    slot, end, at = b.var(lo - first), hi - first, first - t0
+    page = b.var(slot.value // size)
+    for _ in b.repeat(lambda: slot.value < end):
+        number, begin = b.load_int(blocks + page.value), page.value * size
+        stop = b.imin(end, begin + size)
+        for name, target in (("k", k_at), ("v", v_at)):
+            row = call[name + "_row"]
+            base = number * call[name + "_page"] - begin * row
+            for s in b.loop(slot.value, stop):
+                b.store_int(target + (s + at), base + s * row)
+        slot.value = stop
+        page.value = page.value + 1
+    lo, hi = lo - t0, hi - t0
+    for target in (k_at, v_at):
+        for j in b.loop(lo // LANES * LANES, lo):
+            b.store_int(target + j, b.load_int(target + lo))
+        for j in b.loop(hi, up_to(LANES, hi)):
+            b.store_int(target + j, b.load_int(target + (hi - 1)))
+
+
+def pack_keys(b: Builder, shape: Shape, source: Ptr, k_at: Ptr, packed: Ptr, lo: Int, hi: Int) -> None:
     """Keys [lo, hi) of a tile, transposed in groups of 16: packed[group][d][x] = K[16 group + x][d].
 
-    `source` is the tile's key 0, which need not exist. A group's keys outside [lo, hi) repeat the nearest key inside:
-    their scores are masked later.
+    Key j lies k_at[j] from `source`; a group's keys outside [lo, hi) repeat the nearest key inside: their scores are
+    masked later.
     """
-    whole = shape.D // LANES * LANES
     for group in b.loop(lo // LANES, up_to(LANES, hi) // LANES):
-        keys = [source + b.imin(b.imax(group * LANES + x, lo), hi - 1) * stride for x in range(LANES)]
+        keys = [source + b.load_int(k_at + group * LANES + x) for x in range(LANES)]
         tile = packed + group * (LANES * shape.D)
-        for d in b.loop(0, whole, LANES):
-            for x, column in enumerate(transpose(b, [b.load(key + d) for key in keys])):
+        for d, count in steps_over(b, shape.D, source.element):
+            for x, column in enumerate(columns(b, [key + d for key in keys], count)):
                 b.store(tile + (d + x) * LANES, column)
-        if shape.D % LANES:
-            tail = transpose(b, [b.load_part(key + whole, shape.D % LANES) for key in keys])
-            for x in range(shape.D % LANES):
-                b.store(tile + (whole + x) * LANES, tail[x])
 
 
-def pack_values(b: Builder, shape: Shape, source: Ptr, stride: Int, packed: Ptr, lo: Int, hi: Int) -> Bool:
+def steps_over(b: Builder, width: int, element: Element) -> Iterator[tuple[Int, int]]:
+    """The columns of a row in steps that `columns` takes: (first, how many), whole steps in a loop of the kernel."""
+    step = PAIRS if element is BF16 else LANES
+    whole = width // step * step
+    for d in b.loop(0, whole, step):
+        yield d, step
+    for rest in range(whole, width, LANES):
+        yield b.integer(rest), min(LANES, width - rest)
+
+
+def columns(b: Builder, rows: list[Ptr], count: int) -> list[Vec]:
+    """`count` columns of 16 rows as float32, transposed: a vector a column.
+
+    Pairs of bfloat16 are transposed as they lie, 32 bits each: half the shuffles, and each half is a float32's upper.
+    """
+    if count == PAIRS:
+        pairs = [b.bits(x) for x in transpose(b, [b.load(row.of(BF16_PAIR)) for row in rows])]
+        halves = ((x << BF16_SHIFT, x & b.ivec(-1 << BF16_SHIFT)) for x in pairs)
+        return [b.floats(half) for pair in halves for half in pair]
+    return transpose(b, [load_columns(b, row, count) for row in rows])[:count]
+
+
+def load_columns(b: Builder, row: Ptr, count: int) -> Vec:
+    """`count` elements of a row, at most 16; zeros past them, where nothing is read."""
+    return b.load(row) if count >= LANES else b.load_part(row, count)
+
+
+def pack_values(b: Builder, shape: Shape, source: Ptr, v_at: Ptr, packed: Ptr, lo: Int, hi: Int) -> Bool:
     """Values [lo, hi) of a tile: packed[j][c] = V[j][c], tails filled with zeros. Whether all of them are finite."""
     whole = shape.Dv // LANES * LANES
     zero = b.vec(0.0)
     poison = b.var(zero)  # 0 * v summed: NaN in a lane that met an infinity or a NaN
     for j in b.loop(lo, hi):
-        row, target = source + j * stride, packed + j * shape.width
+        row, target = source + b.load_int(v_at + j), packed + j * shape.width
         for c in b.loop(0, whole, LANES):
             v = b.load(row + c)
             poison.value = b.fma(v, zero, poison.value)

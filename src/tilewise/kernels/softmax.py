@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tilewise.kernels.scores import RowScores, Scores
 from tilewise.kernels.tables import Fields, Shape
-from tilewise.simd.builder import LANES, Builder, Int, IntLike, Mask, Ptr, Vec
+from tilewise.simd.builder import LANES, Bool, Builder, Int, IntLike, Mask, Ptr, Vec
 from tilewise.simd.math import LN2, LOG2E, NAN, NEG_INF, exp2, fold, log2
 
 LARGEST_DIVISOR = 2.0**24  # of `quotient`
@@ -30,6 +31,7 @@ class OnlineSoftmax:
     scratch: Fields
     scale: Vec
     together: int
+    scores: Scores | None = None  # where the kernel is of a variant
 
     def init(self, state: Fields, rows: Int) -> None:
         """The empty state (-inf, 0, 0)."""
@@ -37,24 +39,44 @@ class OnlineSoftmax:
         for r in b.loop(0, rows, LANES):
             b.store(state.m + r, b.vec(NEG_INF))
             b.store(state.l + r, b.vec(0.0))
+            if self.shape.variant.elements:
+                b.store(state.any + r, b.vec(0.0))
         for i in b.loop(0, rows * self.shape.width, LANES):
             b.store(state.a + i, b.vec(0.0))
 
-    def scale_and_max(self, row: Int, t0: Int, lo: Int, hi: Int, masked: bool) -> None:
+    def scale_and_max(self, state: Fields, row: Int, t0: Int, lo: Int, hi: Int, masked: bool) -> None:
         """S to base-2 scores y over groups [lo, hi), -inf where a row does not see; lanes[r] = maxima by lane."""
-        b, scratch, columns = self.b, self.scratch, self.shape.columns
+        b, scratch, columns, elements = self.b, self.scratch, self.shape.columns, self.shape.variant.elements
         for r in b.loop(0, self.shape.panel, self.together):
-            best = [b.var(b.vec(NEG_INF)) for _ in range(self.together)]
+            rows = [row + r + x for x in range(self.together)]
+            best = [b.var(b.vec(NEG_INF)) for _ in rows]
+            some = [b.var(b.between(0, 0)) for _ in rows if elements and masked]
+            scores = [self.scores.of_row(x) for x in rows if self.scores]
             for group in b.loop(lo, hi):
-                for x in range(self.together):
+                for x, own in enumerate(rows):
                     y = scratch.S + (r + x) * columns + group * LANES
-                    score = b.load(y) * self.scale * b.vec(LOG2E)
-                    if masked:
-                        score = b.where(self.sees(row + r + x, t0, group), score, b.vec(NEG_INF))
+                    s = b.load(y) * self.scale
+                    visible = self.sees(own, t0, group) if masked else None
+                    if scores:
+                        s, visible = _vary(scores[x], s, t0 + group * LANES, visible)
+                    score = s * b.vec(LOG2E)
+                    if visible is not None:
+                        score = b.where(visible, score, b.vec(NEG_INF))
+                        if elements:
+                            b.store(
+                                scratch.visible + (r + x) * columns + group * LANES,
+                                b.where(visible, b.vec(1.0), b.vec(0.0)),
+                            )
+                            some[x].value = some[x].value | visible
+                    elif elements:
+                        b.store(scratch.visible + (r + x) * columns + group * LANES, b.vec(1.0))
                     b.store(y, score)
                     best[x].value = b.max(best[x].value, score)
-            for x in range(self.together):
+            for x, own in enumerate(rows):
                 b.store(scratch.lanes + (r + x) * LANES, best[x].value)
+                if elements:
+                    for _ in b.when(b.any(some[x].value)) if masked else (None,):
+                        b.store_lane(state.any + own, b.vec(1.0), 0)
 
     def sees(self, row: Int, t0: Int, group: Int) -> Mask:
         """Which keys of a group a row sees; lanes past Bc belong to the next tile."""
@@ -82,21 +104,27 @@ class OnlineSoftmax:
         rows = [b.load(self.scratch.lanes + r * LANES) for r in range(panel)]
         return fold(b, rows + [b.vec(0.0)] * (LANES - panel), operation)
 
-    def update(self, state: Fields, row: Int, t0: Int, lo: Int, hi: Int) -> None:
+    def update(self, state: Fields, row: Int, t0: Int, lo: Int, hi: Int, whole: Bool | None = None) -> None:
         """Take in the scores of a panel with the tile's groups [lo, hi): m, l and alpha of its rows, and S = P.
 
         M = max(m, y); alpha = exp2(m - M); p = exp2(y - M); l = fma(l, alpha, sum of p). A row that sees nothing here,
-        or only scores of -inf, keeps its state: its alpha is 1, or multiplies zeros.
+        or only scores of -inf, keeps its state: its alpha is 1, or multiplies zeros. `whole`: nothing is
+        hidden by a variant.
         """
         b, scratch = self.b, self.scratch
         start, end = t0 + lo * LANES, t0 + hi * LANES
         full = (b.load_int(scratch.panel_lo_max + row) <= start) & (end <= b.load_int(scratch.panel_hi_min + row))
         if self.shape.Bc % LANES:
             full = full & (hi * LANES <= self.shape.Bc)
-        for _ in b.when(full):
-            self.scale_and_max(row, t0, lo, hi, masked=False)
-        for _ in b.when(~full):
-            self.scale_and_max(row, t0, lo, hi, masked=True)
+        if whole is not None:
+            full = full & whole
+        if self.shape.variant.always:
+            self.scale_and_max(state, row, t0, lo, hi, masked=True)
+        else:
+            for _ in b.when(full):
+                self.scale_and_max(state, row, t0, lo, hi, masked=False)
+            for _ in b.when(~full):
+                self.scale_and_max(state, row, t0, lo, hi, masked=True)
         tile_max, m = self.fold_lanes("max"), b.load(state.m + row)
         M = b.max(m, tile_max)
         alpha = exp2(b, m - shift(b, M))
@@ -131,6 +159,8 @@ class OnlineSoftmax:
             b.store(scratch.beta + r, beta)
             l, l_span = b.load(total.l + r), b.load(state.l + r)
             b.store(total.l + r, b.fma(l, alpha, l_span * beta))
+            if self.shape.variant.elements:
+                b.store(total.any + r, b.max(b.load(total.any + r), b.load(state.any + r)))
         for r in b.loop(0, rows):
             alpha, beta = b.broadcast(scratch.alpha + r), b.broadcast(scratch.beta + r)
             for c in b.loop(r * width, r * width + width, LANES):
@@ -151,6 +181,18 @@ class OnlineSoftmax:
         b = self.b
         a, l = b.load(total.a + row * self.shape.width + column) + b.vec(0.0), b.broadcast(total.l + row)
         return quotient(b, a, l, b.broadcast(self.scratch.inverse + row))
+
+
+def _vary(scores: RowScores, s: Vec, j: Int, visible: Mask | None) -> tuple[Vec, Mask | None]:
+    """The scores of 16 keys changed, and which of the visible ones the row sees still."""
+    s = scores.change(s, j)
+    if scores.variant.bias:
+        s, finite = scores.add_bias(s, j)
+        visible = finite if visible is None else visible & finite
+    if visible is not None:
+        kept = scores.keeps(j)
+        visible = visible if kept is None else visible & kept
+    return s, visible
 
 
 def quotient(b: Builder, a: Vec, l: Vec, inverse: Vec) -> Vec:

@@ -5,77 +5,91 @@ K is transposed in registers and used at once. A row's arithmetic is that of the
 
 from __future__ import annotations
 
+import functools
+import operator
+
+from tilewise.kernels import pack
 from tilewise.kernels.microkernel import accumulators, load_outputs, store_outputs, widths
 from tilewise.kernels.tables import Shape, up_to
-from tilewise.simd.builder import LANES, Bool, Builder, Int, IntLike, Ptr, Vec
-from tilewise.simd.math import transpose
+from tilewise.simd.builder import LANES, Bool, Builder, Int, IntLike, Ptr
 
-AHEAD = 64  # how many rows ahead memory is asked for; measured, see docs/explanation/performance.md
-SECOND_LEVEL = 2  # into the second-level cache: the first is too small for what is asked for
-
-
-def load_columns(b: Builder, row: Ptr, column: IntLike, width: int) -> Vec:
-    """16 floats of a row of `width` from a column on; zeros past its end, where nothing is read."""
-    if isinstance(column, int) and column + LANES > width:
-        return b.load_part(row + column, width - column)
-    return b.load(row + column)
+LINE = 64  # bytes of a cache line
+FIRST_LEVEL, SECOND_LEVEL = 3, 2  # of the cache, into which a prefetch goes
 
 
-def scores(
-    b: Builder, shape: Shape, queries: Ptr, keys: Ptr, stride: Int, S: Ptr, lo: Int, hi: Int, ahead: Int
-) -> None:
+class Places:
+    """Where the rows of K (or V) lie that this tile and the next one see: a ring of two tiles (`pack.places`)."""
+
+    def __init__(self, b: Builder, ring: Ptr, columns: int, here: Int) -> None:
+        self.b, self.ring, self.columns, self.here = b, ring, columns, here
+
+    def at(self, j: IntLike) -> Int:
+        """Row j of this tile, in elements."""
+        return self.b.load_int(self.ring + self.here + j)
+
+    def ahead(self, j: IntLike, count: int) -> Int:
+        """The place `count` entries after that of row j, in the next tile where this one ends."""
+        entry, end = self.here + j + count, 2 * self.columns
+        return self.b.load_int(self.ring + self.b.choose(entry < end, entry, entry - end))
+
+
+def scores(b: Builder, shape: Shape, queries: Ptr, keys: Ptr, places: Places, S: Ptr, lo: Int, hi: Int) -> None:
     """S[r, j] = Q[r] . K[j] for the keys lo <= j < hi of a tile, and what it may be for the rest of their groups of 16.
 
-    `keys` is the tile's key 0, which need not exist; keys outside [lo, hi) repeat the nearest one inside. What lies
-    `ahead` elements further is asked for, in the order in which it lies in memory.
+    The rows of K lie at `places` from `keys`. Those of the next group are asked for into the first-level cache, those
+    of the next tile into the second.
     """
-    whole, query_row, rows = shape.D // LANES * LANES, up_to(LANES, shape.D), range(shape.panel)
+    query_row, rows = up_to(LANES, shape.D), range(shape.panel)
     for group in b.loop(lo // LANES, up_to(LANES, hi) // LANES):
-        near = [keys + b.imin(b.imax(group * LANES + x, lo), hi - 1) * stride for x in range(LANES)]
-        later = keys + group * LANES * stride + ahead
+        near = [keys + places.at(group * LANES + x) for x in range(LANES)]
         acc = accumulators(b, shape.panel, 1)
-        for d in b.loop(0, whole, LANES):
-            for x in range(LANES):  # the lines of a group are spread over the steps of this loop
-                line = d + x
-                b.prefetch(later + line // (whole // LANES) * stride + line % (whole // LANES) * LANES, SECOND_LEVEL)
-            columns = transpose(b, [b.load(key + d) for key in near])
-            for x in range(LANES):
+        for d, count in pack.steps_over(b, shape.D, keys.element):
+            _ask(b, shape, keys, places, group * LANES, d, count)
+            for x, column in enumerate(pack.columns(b, [key + d for key in near], count)):
                 for r in rows:
                     q = b.broadcast(queries + d + (x + r * query_row))
-                    acc[r][0].value = b.fma(q, columns[x], acc[r][0].value)
-        if shape.D % LANES:
-            columns = transpose(b, [load_columns(b, key, whole, shape.D) for key in near])
-            for x in range(shape.D % LANES):
-                for r in rows:
-                    q = b.broadcast(queries + (whole + x + r * query_row))
-                    acc[r][0].value = b.fma(q, columns[x], acc[r][0].value)
+                    acc[r][0].value = b.fma(q, column, acc[r][0].value)
         for r in rows:
             b.store(S + group * LANES + r * shape.columns, acc[r][0].value)
 
 
+def _ask(b: Builder, shape: Shape, keys: Ptr, places: Places, first: Int, d: Int, count: int) -> None:
+    """Prefetch, at each whole step over D, some rows of those a group and a tile ahead, in their order."""
+    steps = shape.D // count
+    each = -(-LANES // max(1, steps)) if count >= LANES else 0
+    for x in range(each):
+        row = first + b.imin(d // count * each + x, LANES - 1)
+        for distance, level in ((LANES, FIRST_LEVEL), (places.columns, SECOND_LEVEL)):
+            later = keys + places.ahead(row, distance)
+            for column in range(0, shape.D, LINE // keys.element.size):
+                b.prefetch(later + column, level)
+
+
 def weighted_sum(
-    b: Builder, shape: Shape, c: int, count: int, a: Ptr, alpha: Ptr, P: Ptr, values: Ptr, stride: Int,
-    lo: Int, hi: Int, ahead: Int,
+    b: Builder, shape: Shape, c: int, count: int, a: Ptr, alpha: Ptr, P: Ptr, values: Ptr, places: Places,
+    lo: Int, hi: Int,
 ) -> Bool:  # fmt: skip
     """a[r] = alpha[r] * a[r] + P[r, lo:hi] @ V[lo:hi] for `count` vectors from column c on; whether all V were finite.
 
-    Where one is not, a is left as it was.
+    Where one is not, a is left as it was. Rows of V are asked for as those of K are.
     """
     zero = b.vec(0.0)
-    poison = b.var(zero)
+    poison = [b.var(zero) for _ in range(count)]
     acc = load_outputs(b, shape.panel, count, a + c, shape.width, alpha)
     for j in b.loop(lo, hi):
-        row = values + j * stride
-        for y in range(count):
-            b.prefetch(row + ahead + (c + y * LANES), SECOND_LEVEL)
-        columns = [load_columns(b, row, c + y * LANES, shape.Dv) for y in range(count)]
-        for column in columns:
-            poison.value = b.fma(column, zero, poison.value)
+        row = values + places.at(j)
+        for distance, level in ((LANES, FIRST_LEVEL), (places.columns, SECOND_LEVEL)):
+            later = values + places.ahead(j, distance)
+            for line in range(c, c + count * LANES, LINE // values.element.size):
+                b.prefetch(later + line, level)
+        columns = [pack.load_columns(b, row + x, shape.Dv - x) for x in range(c, c + count * LANES, LANES)]
+        for y, column in enumerate(columns):
+            poison[y].value = b.fma(column, zero, poison[y].value)
         for r in range(shape.panel):
             weight = b.broadcast(P + j + r * shape.columns)
             for y, column in enumerate(columns):
                 acc[r][y].value = b.fma(weight, column, acc[r][y].value)
-    finite = b.all(poison.value.equals(zero))
+    finite = b.all(functools.reduce(operator.add, (p.value for p in poison)).equals(zero))
     for _ in b.when(finite):
         store_outputs(b, acc, a + c, shape.width)
     return finite

@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeVar
 
-from tilewise.simd.builder import F32, I64, LANES, Builder, Element, Int, Ptr
+from tilewise.kernels.hooks import MAX_TABLES
+from tilewise.kernels.variants import PLAIN, Variant
+from tilewise.simd.builder import ELEMENTS, F32, I64, LANES, Builder, Element, Int, Ptr
 
 # One row for the call. Strides are in elements, extents (lo, hi) and scratch in bytes.
 CALL = (
@@ -17,12 +19,42 @@ CALL = (
     "rows", "group", "left", "right", "span",  # rows a query tile; H // Hkv; keys seen before and after a row's own
     "units", "progress", "slots", "abort",  # work items a query tile; whose turn it is, a cell a slot; 1: do not wait
     "scale", "sinks", "sinks_lo", "sinks_hi",  # scale is a float32 in its cell; sinks 0: none
+    "page_size", "k_page", "v_page", "blocks_lo", "blocks_hi", "first_page",  # first_page: 0, the one page of all keys
     "q_row", "q_head", "k_row", "k_head", "v_row", "v_head", "o_row", "o_head", "lse_row", "lse_head",
+    "softcap", "inverse_softcap",  # float32, like scale
+    "slopes", "slopes_lo", "slopes_hi", "slopes_batch", "slopes_head",
+    "bias", "bias_lo", "bias_hi", "bias_batch", "bias_head", "bias_row",
+    "mask", "mask_lo", "mask_hi", "mask_batch", "mask_head", "mask_row",
+    "kinds", "kinds_lo", "kinds_hi", "kinds_batch", "kinds_head", "kinds_panel",  # a byte a panel and tile
+    *(f"table{n}{end}" for n in range(MAX_TABLES) for end in ("", "_hi")),  # arrays that hooks captured
     "q_lo", "q_hi", "k_lo", "k_hi", "v_lo", "v_hi", "o_lo", "o_hi", "lse_lo", "lse_hi",
 )  # fmt: skip
 # One row a sequence, and a last one whose first_item is the number of work items.
-SEQUENCE = ("q", "k", "v", "o", "lse", "rows", "first_key", "keys", "q_offset", "first_item")
+# index, first_row, first_column: of the sequence, its first row and key, on the axes of slopes, bias and mask
+SEQUENCE = (
+    "q",
+    "k",
+    "v",
+    "o",
+    "lse",
+    "blocks",
+    "rows",
+    "first_key",
+    "keys",
+    "q_offset",
+    "first_item",
+    "index",
+    "first_row",
+    "first_column",
+)
 CALL_INDEX = {name: index for index, name in enumerate(CALL)}
+# The table of the merge of partial results.
+MERGE = (
+    "sequences", "spans", "rows",  # rows of a sequence, all heads together
+    "a", "a_hi", "stats", "stats_hi",  # [sequence, span, row, Dv] and [sequence, span, row, 2], m and l
+    "sinks", "sinks_hi", "seen", "seen_hi",  # float32 [row], or 0; int64 [sequence, row]: whether it sees a key
+    "o", "o_hi", "lse", "lse_hi", "scratch",
+)  # fmt: skip
 SEQUENCE_INDEX = {name: index for index, name in enumerate(SEQUENCE)}
 
 NO_KEY = (1 << 62, 0)  # the [lo, hi) of a row without a visible key
@@ -56,10 +88,19 @@ class Shape:
     panel: int  # query rows that go through a tile together: 1, 2, 4, 8 or 16
     mr: int
     nr: int
+    types: tuple[str, str, str, str] = ("f32", "f32", "f32", "f32")  # of q, k, v and o
+    partial: bool = False  # whether the states (m, l, a) are written, not o and lse
+    variant: Variant = PLAIN
 
     @property
     def name(self) -> str:
-        return f"forward_f32_d{self.D}x{self.Dv}_bc{self.Bc}_p{self.panel}_{self.mr}x{self.nr}"
+        types = "_".join(self.types) if len(set(self.types)) > 1 else self.types[0]
+        what = "partial" if self.partial else "forward"
+        return f"{what}_{types}_d{self.D}x{self.Dv}_bc{self.Bc}_p{self.panel}_{self.mr}x{self.nr}{self.variant.name}"
+
+    def element(self, name: str) -> Element:
+        """What q, k, v or o (or lse) is made of."""
+        return ELEMENTS[self.types["qkvo".index(name)]] if name in "qkvo" else F32
 
     @property
     def streamed(self) -> bool:
@@ -78,11 +119,13 @@ class Shape:
 
     def state_fields(self) -> list[Field]:
         """The softmax state of a query tile's rows."""
-        return [("m", 0, 1, F32), ("l", 0, 1, F32), ("a", 0, self.width, F32)]
+        any_seen: list[Field] = [("any", 0, 1, F32)] if self.variant.elements else []  # 1 for a row that saw a key
+        return [("m", 0, 1, F32), ("l", 0, 1, F32), ("a", 0, self.width, F32), *any_seen]
 
     def scratch_fields(self) -> list[Field]:
         """The scratch of one worker, beside two states: its span's, and a total."""
         packed = 0 if self.streamed else self.columns
+        placed = 0 if self.variant.plain else 1
         return [
             ("keys", packed * self.D, 0, F32),  # [group of 16 keys][D][16]
             ("values", packed * self.width, 0, F32),  # [key][Dv]
@@ -92,6 +135,9 @@ class Shape:
             ("seen", LANES, 0, F32),  # 0 where all that a row sees of this tile is -inf
             ("queries", 0, up_to(LANES, self.D), F32),
             ("alpha", 0, 1, F32), ("beta", 0, 1, F32), ("inverse", 0, 1, F32), ("lse", 0, 1, F32),
+            ("k_at", 2 * self.columns, 0, I64), ("v_at", 2 * self.columns, 0, I64),  # places of this tile, and the next
+            ("visible", LANES * self.columns * self.variant.elements, 0, F32),  # 1 for a key that a row sees, like S
+            ("row_index", 0, placed, I64), ("row_head", 0, placed, I64),
             ("row_lo", 0, 1, I64), ("row_hi", 0, 1, I64),
             ("panel_lo", 0, 1, I64), ("panel_lo_max", 0, 1, I64), ("panel_hi_min", 0, 1, I64), ("panel_hi", 0, 1, I64),
         ]  # fmt: skip

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tilewise.arguments import F32Array, I64Array, float32_bits
+from tilewise.arguments import Array, F32Array, I64Array, float32_bits
 from tilewise.config import current
 from tilewise.errors import ArenaExhausted, KernelError
+from tilewise.kernels.hooks import MAX_TABLES
 from tilewise.kernels.tables import CALL, CALL_INDEX, SEQUENCE, SEQUENCE_INDEX
 from tilewise.plan import Plan
 from tilewise.problem import Operands, Problem
@@ -20,8 +22,11 @@ from tilewise.runtime.pool import Pool
 from tilewise.simd.jit import Entry, executable
 
 # Where an address in the tables starts from: nothing, the tables themselves, or an array of the call.
-BASES = ("none", "tables", "scratch", "q", "k", "v", "o", "lse", "sinks")
+EXTRA = ("kinds", *(f"table{n}" for n in range(MAX_TABLES)))  # arrays that belong to a prepared call
+BASES = ("none", "tables", "scratch", "q", "k", "v", "o", "lse", "sinks", "blocks", "slopes", "bias", "mask", *EXTRA)
+_NO_EXTRA = [0] * len(EXTRA)
 _MOST_BYTES = 1 << 62  # what 64-bit tables can still tell a kernel
+ONE_PAGE = 1 << 60  # the page size of keys that lie one after the other
 _DATA = object.__basicsize__  # where an ndarray holds the address of its data
 _COUNTER, _ABORT = CALL_INDEX["counter"], CALL_INDEX["abort"]
 
@@ -35,11 +40,13 @@ class Prepared:
     entry: Entry
     offsets: I64Array
     base: NDArray[np.intp]
+    extra: dict[str, NDArray[Any]]  # the arrays of EXTRA that there are
     checked: bool  # bounds are checked and scratch is poisoned
 
 
-def prepare(problem: Problem, plan: Plan) -> Prepared:
+def prepare(problem: Problem, plan: Plan, extra: dict[str, NDArray[Any]] | None = None) -> Prepared:
     """Compile (or find) the kernel, and lay out the call's table and the descriptors of its sequences, in one array."""
+    extra = extra or {}
     if plan.scratch_bytes > _MOST_BYTES:
         raise ArenaExhausted(f"arena: requested {plan.scratch_bytes} bytes, more than any system gives")
     call = np.zeros(len(CALL), np.int64)
@@ -55,23 +62,42 @@ def prepare(problem: Problem, plan: Plan) -> Prepared:
         ("items", plan.items), ("batch", plan.batch), ("scratch_bytes", plan.worker_bytes), ("rows", plan.rows),
         ("units", plan.units), ("slots", plan.workers),
         ("group", problem.group), ("left", left), ("right", right), ("span", problem.span),
-        ("scale", float32_bits(problem.scale)),
+        ("scale", float32_bits(problem.scale)), ("page_size", problem.page_size or ONE_PAGE),
     ):  # fmt: skip
         put(name, value)
     for name, view in problem.views.items():
         put(name + "_lo", view.lo, name)
         put(name + "_hi", view.hi, name)
-        if name == "sinks":
+        if name in ("sinks", "slopes", "bias", "mask"):
             put(name, 0, name)
-        else:
+        if name in ("slopes", "bias", "mask"):
+            put(name + "_batch", view.page)
+        if name not in ("sinks", "slopes"):
             put(name + "_row", view.row)
+        if name != "sinks":
             put(name + "_head", view.head)
+        if name in "kv":
+            put(name + "_page", view.page)
+    if problem.softcap is not None:
+        put("softcap", float32_bits(problem.softcap))
+        put("inverse_softcap", float32_bits(1 / problem.softcap))
+    for name, x in extra.items():
+        put(name, 0, name)
+        put(name + "_hi", x.nbytes, name)
+    if "kinds" in extra:  # [sequence, head, panel, tile], one for all sequences or heads where it has size 1
+        kinds = extra["kinds"]
+        put("kinds_lo", 0, "kinds")
+        for axis, name in enumerate(("kinds_batch", "kinds_head", "kinds_panel")):
+            put(name, kinds.strides[axis] if kinds.shape[axis] > 1 or axis == 2 else 0)
+    blocks, one = ("blocks", problem.blocks_bytes) if problem.page_size else ("tables", call.nbytes)
+    put("blocks_lo", 0, blocks)
+    put("blocks_hi", one, blocks)
     sequences, sequence_base = _sequences(problem, plan)
     put("progress", call.nbytes + sequences.nbytes, "tables")
     progress = np.zeros(plan.workers, np.int64)
     return Prepared(
         problem, plan, executable(plan.kernel), np.concatenate([call, sequences.ravel(), progress]),
-        np.concatenate([call_base, sequence_base.ravel(), progress.astype(np.intp)]), current().check >= 2,
+        np.concatenate([call_base, sequence_base.ravel(), progress.astype(np.intp)]), extra, current().check >= 2,
     )  # fmt: skip
 
 
@@ -81,45 +107,59 @@ def _sequences(problem: Problem, plan: Plan) -> tuple[I64Array, NDArray[np.intp]
     base = np.zeros_like(table, np.intp)
     columns = {
         "rows": problem.rows * problem.group, "first_key": problem.k_offset, "keys": problem.kv_len,
-        "q_offset": problem.q_offset,
+        "q_offset": problem.q_offset, "index": problem.index, "first_row": problem.first_row,
+        "first_column": problem.first_column,
     }  # fmt: skip
-    for name in problem.views.keys() - {"sinks"}:
+    for name in problem.views.keys() & {"q", "k", "v", "o", "lse"}:
         columns[name] = getattr(problem, name + "_base")
         base[:-1, SEQUENCE_INDEX[name]] = BASES.index(name)
+    if problem.blocks_base is None:  # one page, whose number is a cell of the call's table
+        columns["blocks"] = np.full(problem.B, 8 * CALL_INDEX["first_page"], np.int64)
+    else:
+        columns["blocks"] = problem.blocks_base
+    base[:-1, SEQUENCE_INDEX["blocks"]] = BASES.index("tables" if problem.blocks_base is None else "blocks")
     for name, column in columns.items():
-        table[:-1, SEQUENCE_INDEX[name]] = column
+        table[:-1, SEQUENCE_INDEX[name]] = column[plan.order]
     table[:, SEQUENCE_INDEX["first_item"]] = plan.first_item
     return table, base
 
 
-def launch(call: Prepared, operands: Operands, arena: Arena | None, pool: Pool) -> tuple[F32Array, F32Array | None]:
-    """Compute (o, lse); lse is None where it was not asked for. The arena is rewound, also when something fails."""
-    problem, out, lse = call.problem, operands.out, operands.lse
+def launch(
+    calls: Sequence[Prepared], operands: Operands, arena: Arena | None, pool: Pool
+) -> tuple[Array, F32Array | None]:
+    """Compute (o, lse), each call its sequences; lse is None where it was not asked for.
+
+    The arena is rewound, also when something fails.
+    """
+    problem, out, lse = calls[0].problem, operands.out, operands.lse
     if out is None:
-        out = np.empty(problem.out_shape, np.float32)
+        out = np.empty(problem.out_shape, problem.out_dtype)
     if lse is None and problem.return_lse:
         lse = np.empty(problem.lse_shape, np.float32)
     operands = operands._replace(out=out, lse=lse)
-    if arena is None and not call.checked:
-        _run(call, operands, aligned(call.plan.scratch_bytes), pool)
+    scratch_bytes = max(call.plan.scratch_bytes for call in calls)
+    if arena is None and not calls[0].checked:
+        _run(calls, operands, aligned(scratch_bytes), pool)
         return out, lse
     scratch_arena = Arena() if arena is None else arena
     mark = scratch_arena.mark()
     try:
-        _run(call, operands, scratch_arena.alloc(call.plan.scratch_bytes), pool)
+        _run(calls, operands, scratch_arena.alloc(scratch_bytes), pool)
         return out, lse
     finally:
         scratch_arena.rewind(mark)
 
 
-def _run(call: Prepared, operands: Operands, scratch: NDArray[np.uint8], pool: Pool) -> None:
-    if not call.plan.items:
-        return
-    tables = np.empty_like(call.offsets)
-    q, k, v, sinks, out, lse = operands
-    bases = np.array([0, *map(address_of, (tables, scratch, q, k, v, out, lse, sinks))], np.int64)
-    np.add(call.offsets, bases[call.base], out=tables)
-    _work(call, tables, pool)
+def _run(calls: Sequence[Prepared], operands: Operands, scratch: NDArray[np.uint8], pool: Pool) -> None:
+    q, k, v, sinks, out, lse, blocks, slopes, bias, mask = operands
+    arrays = list(map(address_of, (scratch, q, k, v, out, lse, sinks, blocks, slopes, bias, mask)))
+    for call in calls:
+        if call.plan.items:
+            tables = np.empty_like(call.offsets)
+            extra = [address_of(call.extra.get(name)) for name in EXTRA] if call.extra else _NO_EXTRA
+            bases = np.array([0, address_of(tables), *arrays, *extra], np.int64)
+            np.add(call.offsets, bases[call.base], out=tables)
+            _work(call, tables, pool)
 
 
 def _work(call: Prepared, tables: I64Array, pool: Pool) -> None:

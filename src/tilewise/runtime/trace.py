@@ -15,15 +15,16 @@ from __future__ import annotations
 import functools
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from tilewise.arguments import F32Array
+from tilewise.arguments import SIZE, Array, F32Array, I64Array
 from tilewise.config import current
 from tilewise.plan import Plan
-from tilewise.problem import ELEMENT, Operands, Problem
+from tilewise.problem import Operands, Problem
 from tilewise.runtime.arena import Arena
 from tilewise.runtime.launch import Prepared
 from tilewise.runtime.launch import launch as untraced
@@ -77,8 +78,9 @@ def bytes_moved(problem: Problem) -> int:
     _, hi = seen_from(problem.q_offset + problem.rows - 1)
     keys = int(np.where(problem.rows > 0, np.maximum(hi - lo, 0), 0).sum())
     rows = int(problem.rows.sum()) * problem.H
-    width = problem.D + problem.Dv
-    return ELEMENT * (rows * (width + problem.return_lse) + keys * problem.Hkv * width)
+    size = {name: SIZE[view.type] for name, view in problem.views.items()}
+    row = problem.D * size["q"] + problem.Dv * size["o"] + size.get("lse", 0)
+    return rows * row + keys * problem.Hkv * (problem.D * size["k"] + problem.Dv * size["v"])
 
 
 @functools.cache
@@ -93,22 +95,31 @@ def mask_of(problem: Problem) -> str:
     return ", ".join(parts) or "no mask"
 
 
-def launch(call: Prepared, operands: Operands, arena: Arena | None, pool: Pool) -> tuple[F32Array, F32Array | None]:
-    """`launch.launch`, told about on stderr."""
+def launch(
+    calls: Sequence[Prepared], operands: Operands, arena: Arena | None, pool: Pool
+) -> tuple[Array, F32Array | None]:
+    """`launch.launch`, told about on stderr: each call on its own, into the same o and lse."""
+    problem = calls[0].problem
+    out = np.empty(problem.out_shape, problem.out_dtype) if operands.out is None else operands.out
+    lse = np.empty(problem.lse_shape, np.float32) if operands.lse is None and problem.return_lse else operands.lse
+    for call in calls:
+        _launch(call, operands._replace(out=out, lse=lse), arena, pool)
+    return out, lse
+
+
+def _launch(call: Prepared, operands: Operands, arena: Arena | None, pool: Pool) -> None:
     knobs, problem, plan = current(), call.problem, call.plan
     if _first("target", plan.target.name):
         _say(f"target {plan.target.name} ({plan.target.vector_bits}-bit vectors, {plan.target.registers} registers)")
-    if knobs.debug < 2:
-        return untraced(call, operands, arena, pool)
     if knobs.debug >= 3:
         _say("plan of " + _shapes(problem) + "".join(f"\n    {line}" for line in plan.explain().splitlines()))
     if knobs.debug >= 4 and _first("kernel", plan.shape.name, plan.target.name, str(knobs.check)):
         _show_kernel(plan, knobs.debug, knobs.check >= 2)
-    roof = None if knobs.interpret else roof_of(plan.target)
+    roof = None if knobs.interpret or knobs.debug < 2 else roof_of(plan.target)
     begin = time.perf_counter()
-    result = untraced(call, operands, arena, pool)
-    _say(_call_line(problem, speed_of(problem, plan, time.perf_counter() - begin), roof))
-    return result
+    untraced([call], operands, arena, pool)
+    if knobs.debug >= 2:
+        _say(_call_line(problem, speed_of(problem, plan, time.perf_counter() - begin), roof))
 
 
 def _call_line(problem: Problem, speed: Speed, roof: Roof | None) -> str:
@@ -123,9 +134,15 @@ def _call_line(problem: Problem, speed: Speed, roof: Roof | None) -> str:
 
 def _shapes(problem: Problem) -> str:
     return (
-        f"attention B {problem.B} H {problem.H} Hkv {problem.Hkv} Tq {problem.Tq} Tk {problem.Tk} D {problem.D} "
-        f"Dv {problem.Dv} {mask_of(problem)}"
+        f"attention B {problem.B} H {problem.H} Hkv {problem.Hkv} Tq {_range(problem.rows)} "
+        f"Tk {_range(problem.kv_len)} D {problem.D} Dv {problem.Dv} {mask_of(problem)}"
     )
+
+
+def _range(lengths: I64Array) -> str:
+    """One length, or the least and the most."""
+    sizes = sorted(set(lengths.tolist())) or [0]
+    return str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]}-{sizes[-1]}"
 
 
 def _show_kernel(plan: Plan, level: int, checked: bool) -> None:

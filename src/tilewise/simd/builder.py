@@ -15,20 +15,35 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any
 
-LANES = 16
+from tilewise.simd.values import (
+    BF16,
+    BF16_PAIR,
+    ELEMENTS,
+    F16,
+    F32,
+    I32,
+    I64,
+    LANES,
+    U8,
+    Bool,
+    Element,
+    Int,
+    IntLike,
+    IVec,
+    Mask,
+    Ptr,
+    V,
+    Value,
+    Var,
+    Vec,
+)  # fmt: skip
 
-
-class Element(NamedTuple):
-    """What a pointer points at."""
-
-    name: str
-    size: int  # bytes
-
-
-F32 = Element("f32", 4)
-I64 = Element("i64", 8)
+__all__ = [
+    "BF16", "BF16_PAIR", "ELEMENTS", "F16", "F32", "I32", "I64", "LANES", "U8", "WORDS", "Bool", "Builder", "Element",
+    "IVec", "Int", "IntLike", "Kernel", "Mask", "Ptr", "Value", "Var", "Vec",
+]  # fmt: skip
 
 # Every word: what it takes and gives. i = i64, v = 16 x f32, n = 16 x i32, m = 16 x bool, b = bool, p = pointer.
 # Static operands (lane indices, constants) are not listed. A builder implements each word or is incomplete.
@@ -42,187 +57,17 @@ WORDS: dict[str, str] = {
     # 16 int32 lanes, for the bits of floats
     "bits": "v>n", "floats": "n>v", "to_float": "n>v", "nadd": "nn>n", "nsub": "nn>n", "nand": "nn>n",
     "shl": "n>n", "shr": "n>n",
+    # 16 int32 lanes as numbers: modulo 2^32; ndiv and nrem round towards zero, by a divisor of 0 they give 0
+    "splat": "i>n", "iota": ">n", "nmul": "nn>n", "ndiv": "nn>n", "nrem": "nn>n", "nlt": "nn>m", "neq": "nn>m",
+    "nwhere": "mnn>n",
     # masks
-    "between": "ii>m", "mand": "mm>m", "mor": "mm>m", "any": "m>b", "all": "m>b",
+    "between": "ii>m", "mand": "mm>m", "mor": "mm>m", "mnot": "m>m", "any": "m>b", "all": "m>b",
     # memory
     "load": "p>v", "load_part": "pi>v", "broadcast": "p>v", "load_int": "p>i", "prefetch": "p>",
+    "load_ints": "p>n", "load_lanes": "pii>v", "load_mask_lanes": "pii>m", "gather": "pn>v", "gather_ints": "pn>n",
     "store": "pv>", "store_part": "pvi>", "store_lane": "pv>", "store_int": "pi>", "fetch_add": "pi>i",
-    # between threads
-    "load_acquire": "p>i", "store_release": "pi>", "pause": ">",
+    "load_acquire": "p>i", "store_release": "pi>", "pause": ">",  # between threads
 }  # fmt: skip
-
-
-class Value:
-    """A value of a kernel: `raw` is what its builder makes of it (an IR value, an array, a name)."""
-
-    __slots__ = ("b", "raw")
-
-    def __init__(self, b: Builder, raw: Any) -> None:
-        self.b = b
-        self.raw = raw
-
-
-class Bool(Value):
-    """A truth value of the control flow."""
-
-    def __and__(self, other: Bool) -> Bool:
-        return Bool(self.b, self.b.word("both", self.raw, other.raw))
-
-    def __or__(self, other: Bool) -> Bool:
-        return Bool(self.b, self.b.word("either", self.raw, other.raw))
-
-    def __invert__(self) -> Bool:
-        return Bool(self.b, self.b.word("negate", self.raw))
-
-    def __bool__(self) -> bool:
-        raise TypeError("a Bool has no value while the kernel is written: branch with `for _ in b.when(condition)`")
-
-
-class Int(Value):
-    """A signed 64-bit integer: positions, lengths, strides, addresses."""
-
-    def _arith(self, word: str, x: IntLike, y: IntLike) -> Int:
-        return Int(self.b, self.b.word(word, self.b.integer(x).raw, self.b.integer(y).raw))
-
-    def _compare(self, word: str, x: IntLike, y: IntLike) -> Bool:
-        return Bool(self.b, self.b.word(word, self.b.integer(x).raw, self.b.integer(y).raw))
-
-    def __add__(self, other: IntLike) -> Int:
-        return self if isinstance(other, int) and other == 0 else self._arith("iadd", self, other)
-
-    __radd__ = __add__
-
-    def __sub__(self, other: IntLike) -> Int:
-        return self._arith("isub", self, other)
-
-    def __rsub__(self, other: IntLike) -> Int:
-        return self._arith("isub", other, self)
-
-    def __mul__(self, other: IntLike) -> Int:
-        return self if isinstance(other, int) and other == 1 else self._arith("imul", self, other)
-
-    __rmul__ = __mul__
-
-    def __floordiv__(self, other: IntLike) -> Int:
-        return self._arith("idiv", self, other)
-
-    def __mod__(self, other: IntLike) -> Int:
-        return self._arith("irem", self, other)
-
-    def __lt__(self, other: IntLike) -> Bool:
-        return self._compare("ilt", self, other)
-
-    def __le__(self, other: IntLike) -> Bool:
-        return self._compare("ile", self, other)
-
-    def __gt__(self, other: IntLike) -> Bool:
-        return self._compare("ilt", other, self)
-
-    def __ge__(self, other: IntLike) -> Bool:
-        return self._compare("ile", other, self)
-
-    def equals(self, other: IntLike) -> Bool:
-        """self == other, as a Bool of the kernel (`==` keeps Python's meaning)."""
-        return self._compare("ieq", self, other)
-
-
-IntLike = Int | int
-
-
-class IVec(Value):
-    """16 int32 lanes: the bits of floats."""
-
-    def __add__(self, other: IVec) -> IVec:
-        return IVec(self.b, self.b.word("nadd", self.raw, other.raw))
-
-    def __sub__(self, other: IVec) -> IVec:
-        return IVec(self.b, self.b.word("nsub", self.raw, other.raw))
-
-    def __and__(self, other: IVec) -> IVec:
-        return IVec(self.b, self.b.word("nand", self.raw, other.raw))
-
-    def __lshift__(self, count: int) -> IVec:
-        return IVec(self.b, self.b.word("shl", self.raw, count=count))
-
-    def __rshift__(self, count: int) -> IVec:
-        """Shift right, zeros coming in."""
-        return IVec(self.b, self.b.word("shr", self.raw, count=count))
-
-
-class Mask(Value):
-    """16 truth values, one a lane."""
-
-    def __and__(self, other: Mask) -> Mask:
-        return Mask(self.b, self.b.word("mand", self.raw, other.raw))
-
-    def __or__(self, other: Mask) -> Mask:
-        return Mask(self.b, self.b.word("mor", self.raw, other.raw))
-
-
-class Vec(Value):
-    """16 float32 lanes."""
-
-    def __add__(self, other: Vec) -> Vec:
-        return Vec(self.b, self.b.word("add", self.raw, other.raw))
-
-    def __sub__(self, other: Vec) -> Vec:
-        return Vec(self.b, self.b.word("sub", self.raw, other.raw))
-
-    def __mul__(self, other: Vec) -> Vec:
-        return Vec(self.b, self.b.word("mul", self.raw, other.raw))
-
-    def __truediv__(self, other: Vec) -> Vec:
-        return Vec(self.b, self.b.word("div", self.raw, other.raw))
-
-    def __lt__(self, other: Vec) -> Mask:
-        return Mask(self.b, self.b.word("lt", self.raw, other.raw))
-
-    def __le__(self, other: Vec) -> Mask:
-        return Mask(self.b, self.b.word("le", self.raw, other.raw))
-
-    def equals(self, other: Vec) -> Mask:
-        """self == other in each lane; false where either is NaN."""
-        return Mask(self.b, self.b.word("eq", self.raw, other.raw))
-
-
-class Ptr:
-    """An address of an element, with the extent [lo, hi) (addresses in bytes) that it may reach.
-
-    `p + n` moves by n elements and keeps the extent, so a check knows which array an access was meant for.
-    """
-
-    __slots__ = ("b", "element", "hi", "lo", "raw")
-
-    def __init__(self, b: Builder, raw: Any, lo: Any, hi: Any, element: Element) -> None:
-        self.b, self.raw, self.lo, self.hi, self.element = b, raw, lo, hi, element
-
-    def __add__(self, count: IntLike) -> Ptr:
-        if isinstance(count, int) and count == 0:
-            return self
-        raw = self.b.advance(self.raw, self.b.integer(count).raw, self.element)
-        return Ptr(self.b, raw, self.lo, self.hi, self.element)
-
-
-V = TypeVar("V", bound=Value)
-
-
-class Var(Generic[V]):
-    """A mutable slot; LLVM promotes it to a register."""
-
-    __slots__ = ("_kind", "_slot", "b")
-
-    def __init__(self, b: Builder, initial: V) -> None:
-        self.b = b
-        self._kind = type(initial)
-        self._slot = b.new_slot(initial)
-
-    @property
-    def value(self) -> V:
-        return self._kind(self.b, self.b.read_slot(self._slot))
-
-    @value.setter
-    def value(self, new: V) -> None:
-        self.b.write_slot(self._slot, new.raw)
 
 
 class Builder(ABC):
@@ -320,6 +165,17 @@ class Builder(ABC):
         """Lane x holds lo <= x < hi; any 64-bit lo and hi."""
         return Mask(self, self.word("between", self.integer(lo).raw, self.integer(hi).raw))
 
+    def splat(self, x: IntLike) -> IVec:
+        """The lower 32 bits of x in every lane."""
+        return IVec(self, self.word("splat", self.integer(x).raw))
+
+    def iota(self) -> IVec:
+        """0, 1, ... 15."""
+        return IVec(self, self.word("iota"))
+
+    def where_ints(self, mask: Mask, x: IVec, y: IVec) -> IVec:
+        return IVec(self, self.word("nwhere", mask.raw, x.raw, y.raw))
+
     def any(self, mask: Mask) -> Bool:
         return Bool(self, self.word("any", mask.raw))
 
@@ -333,6 +189,7 @@ class Builder(ABC):
         return Ptr(self, raw, self.integer(lo).raw, self.integer(hi).raw, element)
 
     def load(self, p: Ptr) -> Vec:
+        """16 elements as float32; those of half types exactly."""
         return Vec(self, self.word("load", p))
 
     def load_part(self, p: Ptr, count: IntLike) -> Vec:
@@ -340,10 +197,31 @@ class Builder(ABC):
         return Vec(self, self.word("load_part", p, self.integer(count).raw))
 
     def broadcast(self, p: Ptr) -> Vec:
-        """One float32 in every lane."""
+        """One element in every lane."""
         return Vec(self, self.word("broadcast", p))
 
+    def load_ints(self, p: Ptr) -> IVec:
+        """16 int32."""
+        return IVec(self, self.word("load_ints", p))
+
+    def load_lanes(self, p: Ptr, lo: IntLike, hi: IntLike) -> Vec:
+        """Lanes [lo, hi) from memory, zeros in the rest; nothing outside them is read."""
+        return Vec(self, self.word("load_lanes", p, self.integer(lo).raw, self.integer(hi).raw))
+
+    def load_mask_lanes(self, p: Ptr, lo: IntLike, hi: IntLike) -> Mask:
+        """Lanes [lo, hi) from memory, a byte each: whether it is not 0; false in the rest, where nothing is read."""
+        return Mask(self, self.word("load_mask_lanes", p, self.integer(lo).raw, self.integer(hi).raw))
+
+    def gather(self, p: Ptr, index: IVec) -> Vec:
+        """The float32 at p + index, lane by lane."""
+        return Vec(self, self.word("gather", p, index.raw))
+
+    def gather_ints(self, p: Ptr, index: IVec) -> IVec:
+        """The int32 at p + index, lane by lane."""
+        return IVec(self, self.word("gather_ints", p, index.raw))
+
     def load_int(self, p: Ptr) -> Int:
+        """An integer of the pointer's element: i64, i32, or a byte without a sign."""
         return Int(self, self.word("load_int", p))
 
     def prefetch(self, p: Ptr, locality: int = 3) -> None:
@@ -351,6 +229,7 @@ class Builder(ABC):
         self.word("prefetch", p, locality=locality)
 
     def store(self, p: Ptr, x: Vec) -> None:
+        """Store 16 elements; a half type rounds to nearest, ties to even, and has one NaN."""
         self.word("store", p, x.raw)
 
     def store_part(self, p: Ptr, x: Vec, count: IntLike) -> None:

@@ -92,28 +92,60 @@ def _clip(count: int) -> int:
     return max(0, min(count, LANES))
 
 
-def _load_part(p: Ptr, count: int) -> F32Array:
-    lanes = np.zeros(LANES, np.float32)
-    if _clip(count):
-        lanes[: _clip(count)] = _memory(p, _clip(count), np.float32)
-    return lanes
+def _read(p: Ptr, count: int) -> F32Array:
+    """`count` elements as float32: exact. A bfloat16 is the upper half of a float32."""
+    if p.element.name == "bf16":
+        bits: NDArray[np.uint32] = _memory(p, count, np.uint16).astype(np.uint32) << 16
+        return bits.view(np.float32)
+    kind = np.float16 if p.element.name == "f16" else np.float32
+    return np.asarray(_memory(p, count, kind), np.float32).copy()
+
+
+def _write(p: Ptr, x: F32Array) -> None:
+    """Store float32s, rounded to the element's type: to nearest, ties to even."""
+    if p.element.name == "bf16":
+        bits = x.view(np.uint32)
+        rounded = (bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) >> 16
+        _memory(p, len(x), np.uint16)[:] = np.where(np.isnan(x), np.uint32(0x7FC0), rounded)
+    else:
+        _memory(p, len(x), np.float16 if p.element.name == "f16" else np.float32)[:] = x
 
 
 def _store_part(p: Ptr, x: F32Array, count: int) -> None:
     if _clip(count):
-        _memory(p, _clip(count), np.float32)[:] = x[: _clip(count)]
+        _write(p, x[: _clip(count)])
 
 
 def _store_lane(p: Ptr, x: F32Array, lane: int) -> None:
-    _memory(p, 1, np.float32)[0] = x[lane]
-
-
-def _store(p: Ptr, x: F32Array) -> None:
-    _memory(p, LANES, np.float32)[:] = x
+    _write(p, x[lane : lane + 1])
 
 
 def _store_int(p: Ptr, x: int) -> None:
-    _memory(p, 1, np.int64)[0] = x
+    _memory(p, 1, _INTEGER[p.element.name])[0] = x
+
+
+_INTEGER = {"i64": np.int64, "i32": np.int32, "u8": np.uint8}
+
+
+def _load_lanes(p: Ptr, lo: int, hi: int, read: Callable[[Ptr, int], Any], kind: Any) -> Any:
+    lanes = np.zeros(LANES, kind)
+    lo, hi = _clip(lo), _clip(hi)
+    if lo < hi:
+        lanes[lo:hi] = read(Ptr(p.b, p.raw + lo * p.element.size, p.lo, p.hi, p.element), hi - lo)
+    return lanes
+
+
+def _gather(p: Ptr, index: NDArray[np.int32], kind: Any) -> Any:
+    at = (Ptr(p.b, p.raw + int(i) * p.element.size, p.lo, p.hi, p.element) for i in index)
+    return np.array([_memory(one, 1, kind)[0] for one in at], kind)
+
+
+def _divide(x: NDArray[np.int32], y: NDArray[np.int32], remainder: bool) -> NDArray[np.int32]:
+    """Towards zero, 0 where y is 0; in 64 bits, where the least integer by -1 has a place."""
+    wide, safe = x.astype(np.int64), np.where(y == 0, 1, y).astype(np.int64)
+    quotient = np.abs(wide) // np.abs(safe) * np.sign(wide) * np.sign(safe)
+    result = wide - quotient * safe if remainder else quotient
+    return np.where(y == 0, 0, result).astype(np.int32)
 
 
 def _fetch_add(p: Ptr, x: int) -> int:
@@ -162,17 +194,31 @@ _MEANING: dict[str, Callable[..., Any]] = {
     "nand": np.bitwise_and,
     "shl": lambda x, count: x << np.int32(count),
     "shr": _shr,
+    "splat": lambda x: np.full(LANES, np.array(x & 0xFFFFFFFF, np.uint32).view(np.int32)),
+    "iota": lambda: _IOTA.astype(np.int32),
+    "nmul": np.multiply,
+    "ndiv": lambda x, y: _divide(x, y, remainder=False),
+    "nrem": lambda x, y: _divide(x, y, remainder=True),
+    "nlt": np.less,
+    "neq": np.equal,
+    "nwhere": np.where,
     "between": lambda lo, hi: (lo <= _IOTA) & (hi > _IOTA),
     "mand": np.logical_and,
     "mor": np.logical_or,
+    "mnot": np.logical_not,
     "any": lambda m: bool(m.any()),
     "all": lambda m: bool(m.all()),
-    "load": lambda p: _memory(p, LANES, np.float32).copy(),
-    "load_part": _load_part,
-    "broadcast": lambda p: np.full(LANES, _memory(p, 1, np.float32)[0]),
-    "load_int": lambda p: int(_memory(p, 1, np.int64)[0]),
+    "load": lambda p: _read(p, LANES),
+    "load_part": lambda p, count: _load_lanes(p, 0, count, _read, np.float32),
+    "broadcast": lambda p: np.full(LANES, _read(p, 1)[0]),
+    "load_int": lambda p: int(_memory(p, 1, _INTEGER[p.element.name])[0]),
+    "load_ints": lambda p: _memory(p, LANES, np.int32).copy(),
+    "load_lanes": lambda p, lo, hi: _load_lanes(p, lo, hi, _read, np.float32),
+    "load_mask_lanes": lambda p, lo, hi: _load_lanes(p, lo, hi, lambda q, n: _memory(q, n, np.uint8) != 0, np.bool_),
+    "gather": lambda p, index: _gather(p, index, np.float32),
+    "gather_ints": lambda p, index: _gather(p, index, np.int32),
     "prefetch": lambda p, locality: None,
-    "store": _store,
+    "store": _write,
     "store_part": _store_part,
     "store_lane": _store_lane,
     "store_int": _store_int,

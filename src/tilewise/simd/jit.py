@@ -23,8 +23,9 @@ import llvmlite.binding as llvm
 from tilewise.config import current
 from tilewise.errors import TargetError
 from tilewise.simd.builder import Kernel
+from tilewise.simd.environment import trampoline_ir
 from tilewise.simd.interp import interpret
-from tilewise.simd.lower import YIELD, llvm_ir, trampoline_ir
+from tilewise.simd.lower import YIELD, llvm_ir
 from tilewise.simd.target import Target, current_target, missing_features
 
 Entry = Callable[[int, int], int]

@@ -1,25 +1,29 @@
-"""Words to LLVM IR. The only file that imports llvmlite.ir."""
+"""Words to LLVM IR."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import llvmlite.ir as ir
 
 from tilewise.simd.builder import I64, LANES, WORDS, Bool, Builder, Element, Int, IntLike, Kernel, Ptr, Value
+from tilewise.simd.environment import call_in_default_float_environment, with_vector_width
 from tilewise.simd.target import Target
 
-_I1, _I32, _I64, _F = ir.IntType(1), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_I1, _I16, _I32, _I64, _F = ir.IntType(1), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _PTR = ir.PointerType()
 _BITS = ir.IntType(LANES)  # a mask, a bit a lane
 _VM, _VN, _VF = (ir.VectorType(element, LANES) for element in (_I1, _I32, _F))
-_ELEMENT = {"f32": _F, "i64": _I64}
+_VI16, _VF16 = (ir.VectorType(element, LANES) for element in (_I16, ir.HalfType()))
+# how an element lies in memory: half types as bits, which every target can load and mask
+_I8 = ir.IntType(8)
+_ELEMENT = {"f32": _F, "f16": _I16, "bf16": _I16, "i64": _I64, "i32": _I32, "u8": _I8}
+_VECTOR = {name: ir.VectorType(element, LANES) for name, element in _ELEMENT.items()}
+_MASKED = {"f32": "v16f32.p0", "f16": "v16i16.p0", "bf16": "v16i16.p0", "u8": "v16i8.p0"}
+_BF16_SHIFT, _BF16_HALF, _BF16_NAN = 16, 0x7FFF, 0x7FC0  # bits below; half a last place, less one; a NaN
 _IOTA = ir.Constant(_VN, list(range(LANES)))
 YIELD = "tilewise_yield"  # the function behind `pause`, which whoever loads a kernel provides
-_DEFAULT_MXCSR = 0x1F80  # round to nearest, all exceptions masked, no flush-to-zero, no denormals-are-zero
-_DEFAULT_FPCR = 0  # the same on aarch64
 
 
 class LlvmBuilder(Builder):
@@ -108,7 +112,7 @@ class LlvmBuilder(Builder):
             function = ir.Function(self.module, ir.FunctionType(result, [x.type for x in operands]), name)
         return self.ir.call(function, operands)
 
-    def splat(self, scalar: Any) -> Any:
+    def all_lanes(self, scalar: Any) -> Any:
         vector = ir.VectorType(scalar.type, LANES)
         first = self.ir.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(_I32, 0))
         return self.ir.shuffle_vector(first, ir.Constant(vector, ir.Undefined), ir.Constant(_VN, [0] * LANES))
@@ -153,28 +157,114 @@ def _between(b: LlvmBuilder, lo: Any, hi: Any) -> Any:
     zero, end = ir.Constant(_I64, 0), ir.Constant(_I64, LANES)
     lo = _minmax(b, "smax", lo, zero)
     hi = _minmax(b, "smax", _minmax(b, "smin", hi, end), lo)
-    start = b.splat(b.ir.trunc(lo, _I32))
-    count = b.splat(b.ir.trunc(b.ir.sub(hi, lo), _I32))
+    start = b.all_lanes(b.ir.trunc(lo, _I32))
+    count = b.all_lanes(b.ir.trunc(b.ir.sub(hi, lo), _I32))
     return b.ir.icmp_unsigned("<", b.ir.sub(_IOTA, start), count)
 
 
+def _from_memory(b: LlvmBuilder, x: Any, element: Element) -> Any:
+    """16 elements as they lie in memory, as float32: exact."""
+    if element.name == "f16":
+        return b.ir.fpext(b.ir.bitcast(x, _VF16), _VF)
+    if element.name == "bf16":
+        return b.ir.bitcast(b.ir.shl(b.ir.zext(x, _VN), b.constant("n", _BF16_SHIFT)), _VF)
+    return x
+
+
+def _to_memory(b: LlvmBuilder, x: Any, element: Element) -> Any:
+    """16 float32 as they will lie in memory: rounded to nearest, ties to even."""
+    if element.name == "f16":
+        return b.ir.bitcast(b.ir.fptrunc(x, _VF16), _VI16)
+    if element.name == "bf16":
+        bits, shift = b.ir.bitcast(x, _VN), b.constant("n", _BF16_SHIFT)
+        odd = b.ir.and_(b.ir.lshr(bits, shift), b.constant("n", 1))
+        rounded = b.ir.lshr(b.ir.add(b.ir.add(bits, b.constant("n", _BF16_HALF)), odd), shift)
+        number = b.ir.fcmp_ordered("==", x, x)
+        return b.ir.trunc(b.ir.select(number, rounded, b.constant("n", _BF16_NAN)), _VI16)
+    return x
+
+
 def _load(b: LlvmBuilder, p: Ptr) -> Any:
-    return b.ir.load(b.guard_elements(p, LANES), typ=_VF, align=p.element.size)
+    raw = b.guard_elements(p, LANES)
+    return _from_memory(b, b.ir.load(raw, typ=_VECTOR[p.element.name], align=p.element.align), p.element)
+
+
+def _broadcast(b: LlvmBuilder, p: Ptr) -> Any:
+    scalar = b.ir.load(b.guard_elements(p, 1), typ=_ELEMENT[p.element.name], align=p.element.align)
+    return _from_memory(b, b.all_lanes(scalar), p.element)
 
 
 def _load_part(b: LlvmBuilder, p: Ptr, count: Any) -> Any:
-    mask, zeros = b.lanes_below(count), b.constant("v", 0.0)
-    raw = b.guard_part(p, count)
-    return b.intrinsic("llvm.masked.load.v16f32.p0", _VF, raw, ir.Constant(_I32, p.element.size), mask, zeros)
+    return _from_memory(b, _masked_load(b, p, ir.Constant(_I64, 0), count), p.element)
+
+
+def _load_int(b: LlvmBuilder, p: Ptr) -> Any:
+    x = b.ir.load(b.guard_elements(p, 1), typ=_ELEMENT[p.element.name], align=p.element.align)
+    if p.element.name == "u8":
+        return b.ir.zext(x, _I64)
+    return x if p.element.name == "i64" else b.ir.sext(x, _I64)
+
+
+def _store_int(b: LlvmBuilder, p: Ptr, x: Any) -> None:
+    if p.element.name != "i64":
+        x = b.ir.trunc(x, _ELEMENT[p.element.name])
+    b.ir.store(x, b.guard_elements(p, 1), align=p.element.align)
+
+
+def _masked_load(b: LlvmBuilder, p: Ptr, lo: Any, hi: Any) -> Any:
+    """Lanes [lo, hi) as they lie in memory, zeros in the rest."""
+    vector, size = _VECTOR[p.element.name], ir.Constant(_I64, p.element.size)
+    if b.checked:
+        zero, end = ir.Constant(_I64, 0), ir.Constant(_I64, LANES)
+        first = _minmax(b, "smin", _minmax(b, "smax", lo, zero), end)
+        count = b.ir.sub(_minmax(b, "smin", hi, end), first)
+        start = Ptr(p.b, b.advance(p.raw, first, p.element), p.lo, p.hi, p.element)
+        b.guard(start, b.ir.mul(count, size))
+    zeros, align = ir.Constant(vector, [0] * LANES), ir.Constant(_I32, p.element.align)
+    name = f"llvm.masked.load.{_MASKED[p.element.name]}"
+    return b.intrinsic(name, vector, p.raw, align, _between(b, lo, hi), zeros)
+
+
+def _load_mask_lanes(b: LlvmBuilder, p: Ptr, lo: Any, hi: Any) -> Any:
+    return b.ir.icmp_unsigned("!=", _masked_load(b, p, lo, hi), ir.Constant(_VECTOR["u8"], [0] * LANES))
+
+
+def _gather(b: LlvmBuilder, p: Ptr, index: Any) -> Any:
+    """Lane by lane: a gather is no faster than the loads that it is made of."""
+    result = ir.Constant(_VECTOR[p.element.name], ir.Undefined)
+    for lane in range(LANES):
+        at = ir.Constant(_I32, lane)
+        count = b.ir.sext(b.ir.extract_element(index, at), _I64)
+        one = Ptr(p.b, b.advance(p.raw, count, p.element), p.lo, p.hi, p.element)
+        x = b.ir.load(b.guard_elements(one, 1), typ=_ELEMENT[p.element.name], align=p.element.align)
+        result = b.ir.insert_element(result, x, at)
+    return result
+
+
+def _divide(b: LlvmBuilder, x: Any, y: Any, remainder: bool) -> Any:
+    """Division by 0, and of the least integer by -1, is undefined in LLVM: by 1 instead, and then 0 or the same."""
+    zero, one = b.constant("n", 0), b.constant("n", 1)
+    nothing = b.ir.icmp_signed("==", y, zero)
+    least = b.ir.and_(
+        b.ir.icmp_signed("==", x, b.constant("n", -(1 << 31))), b.ir.icmp_signed("==", y, b.constant("n", -1))
+    )
+    safe = b.ir.select(b.ir.or_(nothing, least), one, y)
+    return b.ir.select(nothing, zero, b.ir.srem(x, safe) if remainder else b.ir.sdiv(x, safe))
+
+
+def _store(b: LlvmBuilder, p: Ptr, x: Any) -> None:
+    b.ir.store(_to_memory(b, x, p.element), b.guard_elements(p, LANES), align=p.element.align)
 
 
 def _store_part(b: LlvmBuilder, p: Ptr, x: Any, count: Any) -> None:
-    mask, raw = b.lanes_below(count), b.guard_part(p, count)
-    b.intrinsic("llvm.masked.store.v16f32.p0", ir.VoidType(), x, raw, ir.Constant(_I32, p.element.size), mask)
+    mask, raw, align = b.lanes_below(count), b.guard_part(p, count), ir.Constant(_I32, p.element.align)
+    x = _to_memory(b, x, p.element)
+    b.intrinsic(f"llvm.masked.store.{_MASKED[p.element.name]}", ir.VoidType(), x, raw, align, mask)
 
 
 def _store_lane(b: LlvmBuilder, p: Ptr, x: Any, lane: int) -> None:
-    b.ir.store(b.ir.extract_element(x, ir.Constant(_I32, lane)), b.guard_elements(p, 1), align=p.element.size)
+    scalar = b.ir.extract_element(_to_memory(b, x, p.element), ir.Constant(_I32, lane))
+    b.ir.store(scalar, b.guard_elements(p, 1), align=p.element.align)
 
 
 def _prefetch(b: LlvmBuilder, p: Ptr, locality: int) -> None:
@@ -224,20 +314,34 @@ _LOWERING: dict[str, Callable[..., Any]] = {
     "nand": lambda b, x, y: b.ir.and_(x, y),
     "shl": lambda b, x, count: b.ir.shl(x, b.constant("n", count)),
     "shr": lambda b, x, count: b.ir.lshr(x, b.constant("n", count)),
+    "splat": lambda b, x: b.all_lanes(b.ir.trunc(x, _I32)),
+    "iota": lambda b: _IOTA,
+    "nmul": lambda b, x, y: b.ir.mul(x, y),
+    "ndiv": lambda b, x, y: _divide(b, x, y, remainder=False),
+    "nrem": lambda b, x, y: _divide(b, x, y, remainder=True),
+    "nlt": lambda b, x, y: b.ir.icmp_signed("<", x, y),
+    "neq": lambda b, x, y: b.ir.icmp_signed("==", x, y),
+    "nwhere": lambda b, m, x, y: b.ir.select(m, x, y),
     "between": _between,
     "mand": lambda b, x, y: b.ir.and_(x, y),
     "mor": lambda b, x, y: b.ir.or_(x, y),
+    "mnot": lambda b, m: b.ir.not_(m),
     "any": lambda b, m: b.ir.icmp_signed("!=", b.ir.bitcast(m, _BITS), ir.Constant(_BITS, 0)),
     "all": lambda b, m: b.ir.icmp_signed("==", b.ir.bitcast(m, _BITS), ir.Constant(_BITS, -1)),
     "load": _load,
     "load_part": _load_part,
-    "broadcast": lambda b, p: b.splat(b.ir.load(b.guard_elements(p, 1), typ=_F, align=p.element.size)),
-    "load_int": lambda b, p: b.ir.load(b.guard_elements(p, 1), typ=_I64, align=p.element.size),
+    "broadcast": _broadcast,
+    "load_int": _load_int,
+    "load_ints": lambda b, p: b.ir.load(b.guard_elements(p, LANES), typ=_VN, align=p.element.align),
+    "load_lanes": lambda b, p, lo, hi: _from_memory(b, _masked_load(b, p, lo, hi), p.element),
+    "load_mask_lanes": _load_mask_lanes,
+    "gather": _gather,
+    "gather_ints": _gather,
     "prefetch": _prefetch,
-    "store": lambda b, p, x: b.ir.store(x, b.guard_elements(p, LANES), align=p.element.size),
+    "store": _store,
     "store_part": _store_part,
     "store_lane": _store_lane,
-    "store_int": lambda b, p, x: b.ir.store(x, b.guard_elements(p, 1), align=p.element.size),
+    "store_int": _store_int,
     "fetch_add": _fetch_add,
     "load_acquire": lambda b, p: b.ir.load_atomic(b.guard_elements(p, 1), "acquire", I64.size, typ=_I64),
     # llvmlite's atomic store knows no opaque pointers: an exchange whose result is dropped
@@ -245,35 +349,6 @@ _LOWERING: dict[str, Callable[..., Any]] = {
     "pause": _pause,
 }
 assert _LOWERING.keys() == WORDS.keys()
-
-
-def _call_in_default_float_environment(module: ir.Module, name: str, body: ir.Function, architecture: str) -> None:
-    """The exported function: the body, in the default floating-point environment whatever the caller's is.
-
-    The body is a function of its own so that no arithmetic can move past the change of the environment.
-    """
-    function = ir.Function(module, body.function_type, name)
-    b = ir.IRBuilder(function.append_basic_block("entry"))
-
-    def call(intrinsic: str, result: Any, *operands: Any) -> Any:
-        declared = module.globals.get(intrinsic) or ir.Function(
-            module, ir.FunctionType(result, [x.type for x in operands]), intrinsic
-        )
-        return b.call(declared, operands)
-
-    if architecture == "x86_64":
-        callers, ours = b.alloca(_I32), b.alloca(_I32)
-        call("llvm.x86.sse.stmxcsr", ir.VoidType(), callers)
-        b.store(ir.Constant(_I32, _DEFAULT_MXCSR), ours)
-        call("llvm.x86.sse.ldmxcsr", ir.VoidType(), ours)
-        result = b.call(body, function.args)
-        call("llvm.x86.sse.ldmxcsr", ir.VoidType(), callers)
-    else:
-        saved = call("llvm.aarch64.get.fpcr", _I64)
-        call("llvm.aarch64.set.fpcr", ir.VoidType(), ir.Constant(_I64, _DEFAULT_FPCR))
-        result = b.call(body, function.args)
-        call("llvm.aarch64.set.fpcr", ir.VoidType(), saved)
-    b.ret(result)
 
 
 def llvm_ir(kernel: Kernel, target: Target, checked: bool = False) -> str:
@@ -286,29 +361,5 @@ def llvm_ir(kernel: Kernel, target: Target, checked: bool = False) -> str:
     b = LlvmBuilder(body, checked)
     kernel.body(b, Int(b, body.args[0]), Int(b, body.args[1]))
     b.finish()
-    _call_in_default_float_environment(module, kernel.name, body, target.architecture)
-    return _with_vector_width(module, target)
-
-
-_INDIRECT_CALL = """define internal i64 @"trampoline.body"(i64 %function, i64 %argument) noinline {
-  %pointer = inttoptr i64 %function to ptr
-  %result = call i64 %pointer(i64 0, i64 %argument)
-  ret i64 %result
-}
-"""  # in text, as llvmlite's call wants a callee whose type it knows
-
-
-def trampoline_ir(target: Target) -> str:
-    """`i64 trampoline(i64 function, i64 argument)`: function(0, argument) in the default floating-point environment."""
-    module = ir.Module("trampoline")
-    module.triple = target.triple
-    body = ir.Function(module, ir.FunctionType(_I64, [_I64, _I64]), "trampoline.body")
-    _call_in_default_float_environment(module, "trampoline", body, target.architecture)
-    declaration = r"^declare i64 @\"trampoline.body\".*$"
-    return re.sub(declaration, _INDIRECT_CALL, _with_vector_width(module, target), flags=re.MULTILINE)
-
-
-def _with_vector_width(module: ir.Module, target: Target) -> str:
-    """The text; llvmlite knows no string attributes: the widest vectors that LLVM may use are those of the target."""
-    width = f'"prefer-vector-width"="{target.vector_bits}" "min-legal-vector-width"="{target.vector_bits}"'
-    return re.sub(r"^(define [^\n]*\))", rf"\1 {width}", str(module), flags=re.MULTILINE)
+    call_in_default_float_environment(module, kernel.name, body, target.architecture)
+    return with_vector_width(module, target)

@@ -16,6 +16,7 @@ from tilewise.simd.target import TARGETS, current_target, missing_features
 from tilewise.verify.contract import CONTRACT
 from tilewise.verify.findings import ALLOWED_RATIO, Accuracy, Check, Findings, accuracy, inputs
 from tilewise.verify.invariances import INVARIANCES, RINGS, against_target
+from tilewise.verify.serving import SERVING
 
 __all__ = ["ALLOWED_RATIO", "Accuracy", "Check", "Findings", "Result", "accuracy", "catalogue", "inputs", "run"]
 
@@ -41,7 +42,7 @@ def catalogue() -> list[Check]:
         for name, target in TARGETS.items()
         if name != here and not missing_features(target)
     ]
-    return [*CONTRACT, *INVARIANCES, *targets, *RINGS]
+    return [*CONTRACT, *INVARIANCES, *SERVING, *targets, *RINGS]
 
 
 def run(checks: list[Check] | None = None) -> Iterator[Result]:

@@ -11,8 +11,9 @@ sinks are 0, 1, 2, 3) of problem number s (in the order of `PROBLEMS`, from 0) b
 
 and is n 2^-19 in q and v, n 2^-17 in sinks, and n (8 + floor(8 j / Tk)) 2^-21 in key j of k, so that later keys are
 longer and a row's maximum keeps growing. All are exact in float32. What `PROBLEMS` names after its options (`Change`)
-is then done to the inputs, in that order. A sum is taken of the result's float32s, little-endian, in C order; `inputs`
-is that of q, k, v and, where there are any, sinks, one after the other.
+is then done to the inputs, in that order. Where the options name `types`, q, k and v are then rounded to them, to
+nearest, ties to even; o is of q's type. A sum is taken of an array's own bits (float32, float16 or bfloat16),
+little-endian, in C order; `inputs` is that of q, k, v and, where there are any, sinks, one after the other.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from tilewise.config import config
 from tilewise.simd.target import TARGETS, current_target, missing_features
 from tilewise.verify import Result, run
 from tilewise.verify.findings import Array, Check, Findings
+from tilewise.verify.halves import rounded
 
 __all__ = ["PROBLEMS", "RECIPE", "Problem", "check_bits", "checks", "expected", "sum_of"]
 
@@ -52,10 +54,11 @@ def integers(stream: int, count: int) -> Array:
 
 
 def sum_of(*arrays: Array) -> str:
-    """SHA-256 over the float32s of these arrays, little-endian, in C order."""
+    """SHA-256 over the bits of these arrays' elements, little-endian, in C order."""
     digest = hashlib.sha256()
     for x in arrays:
-        digest.update(np.ascontiguousarray(x, "<f4").tobytes())
+        bits = np.ascontiguousarray(x).view(f"u{x.itemsize}")
+        digest.update(bits.astype(bits.dtype.newbyteorder("<")).tobytes())
     return digest.hexdigest()
 
 
@@ -101,15 +104,26 @@ def hopeless(first: int, last: int) -> Change:
     return change
 
 
+_F32, _F16, _BF16 = ("f32",) * 3, ("f16",) * 3, ("bf16",) * 3
+
+
 @dataclass(frozen=True)
 class Problem:
-    """A fixed problem. The arguments are those of `tilewise.attention`; sinks True: made like the inputs."""
+    """A fixed problem. The arguments are those of `tilewise.attention`; sinks True: made like the inputs.
+
+    And `types`, of q, k and v: float32 where it is not given.
+    """
 
     number: int
     name: str
     sizes: Sizes
     options: dict[str, Any]
     changes: tuple[Change, ...]
+
+    @property
+    def types(self) -> tuple[str, str, str]:
+        types: tuple[str, str, str] = self.options.get("types", _F32)
+        return types
 
     def operands(self) -> tuple[tuple[Array, Array, Array], dict[str, Any]]:
         """(q, k, v), and the other arguments."""
@@ -122,7 +136,9 @@ class Problem:
         q, k, v = (np.ldexp(x.astype(np.float32), e) for x, e in ((q, -19), (k, -21), (v, -19)))
         for change in self.changes:
             change(q, k, v)
+        q, k, v = (rounded(x, type) for x, type in zip((q, k, v), self.types, strict=True))
         options = {"q_offset": 0, **self.options}
+        options.pop("types", None)
         if options.pop("sinks", False):
             options["sinks"] = np.ldexp(integers(4 * self.number + 3, H).astype(np.float32), -17)
         return (q, k, v), options
@@ -205,6 +221,25 @@ PROBLEMS = _numbered(
     ("scale_negative", (1, 2, 1, 5, 70, 16, 16), {**_TILE, "scale": -0.75, "sinks": True}),
     ("scale_0", (1, 2, 1, 5, 70, 16, 16), {**_TILE, "scale": 0.0}),
     ("scale_huge", (1, 2, 1, 5, 70, 16, 16), {**_TILE, "scale": 2.0**120}),
+    ("bf16", (1, 4, 2, 33, 70, 64, 64), {"types": _BF16, "causal": True, "q_offset": 37}),
+    ("bf16_decode", (2, 8, 2, 1, 700, 64, 64), {"types": _BF16, "causal": True, "q_offset": [699, 64]}),
+    ("bf16_tails", (1, 2, 1, 20, 100, 17, 33),
+     {"types": _BF16, "causal": True, "window": 50, "q_offset": 80, "bc": 33, "span": 66, "sinks": True}),
+    ("bf16_subnormal_values", (1, 2, 1, 5, 40, 16, 16), {**_TILE, "types": _BF16}, times("v", -130)),
+    ("bf16_unseen_nan", (1, 2, 1, 3, 40, 16, 16), {**_TILE, "types": _BF16, "causal": True, "q_offset": 30},
+     tokens(np.nan, (0, 33, 39))),
+    ("bf16_seen_nan", (1, 2, 1, 3, 40, 16, 16), {**_TILE, "types": _BF16, "causal": True, "q_offset": 30},
+     element("v", (0, 0, 31), np.nan)),
+    ("f16", (1, 4, 2, 33, 70, 64, 64), {"types": _F16, "causal": True, "q_offset": 37}),
+    ("f16_decode", (2, 8, 2, 1, 700, 64, 64), {"types": _F16, "causal": True, "q_offset": [699, 64]}),
+    ("f16_tails", (1, 2, 1, 20, 100, 17, 33),
+     {"types": _F16, "causal": True, "window": 50, "q_offset": 80, "bc": 33, "span": 66, "sinks": True}),
+    ("f16_subnormal_values", (1, 2, 1, 5, 40, 16, 16), {**_TILE, "types": _F16}, times("v", -18)),
+    ("f16_of_large_values", (1, 2, 1, 5, 40, 16, 16), {**_TILE, "types": ("f16", "f32", "f32")}, times("v", 18)),
+    ("f16_seen_nan", (1, 2, 1, 3, 40, 16, 16), {**_TILE, "types": _F16, "causal": True, "q_offset": 30},
+     element("v", (0, 0, 31), np.nan)),
+    ("types_f32_bf16_f16", (1, 2, 1, 20, 90, 16, 16), {**_TILE, "types": ("f32", "bf16", "f16")}),
+    ("types_bf16_f16_f32", (1, 2, 1, 3, 90, 16, 16), {**_TILE, "types": ("bf16", "f16", "f32")}),
 )  # fmt: skip
 
 

@@ -156,7 +156,7 @@ def _errors(found: Findings) -> None:
 
     four = inputs(9, 1, 1, 4, 3, 3, 8)
     eight = inputs(9, 1, 1, 8, 3, 3, 8)
-    half = q.astype(np.float16)
+    double = q.astype(np.float64)
     found.raises("6 heads on 4 KV heads", tw.ShapeError, call(q, four[1], four[2]))
     found.raises("6 heads on 8 KV heads", tw.ShapeError, call(q, eight[1], eight[2]))
     found.raises("k and v of different lengths", tw.ShapeError, call(q, k, v[:, :, :2]))
@@ -165,7 +165,7 @@ def _errors(found: Findings) -> None:
     found.raises("negative br", tw.InvalidArgument, call(q, k, v, br=-1))
     found.raises("negative bc", tw.InvalidArgument, call(q, k, v, bc=-1))
     found.raises("NaN scale", tw.InvalidArgument, call(q, k, v, scale=float("nan")))
-    found.raises("float16", TypeError, call(half, k, v))
+    found.raises("float64", TypeError, call(double, k, v))
     found.raises(
         "an arena of 64 bytes", tw.ArenaExhausted, lambda: tw.attention(q, k, v, out=out, arena=tw.Arena(limit=64))
     )

@@ -1,0 +1,132 @@
+"""What every entry point does: check (or remember), plan, run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tilewise.arguments import is_aligned
+from tilewise.blockmask import as_block_mask, check_positions
+from tilewise.config import current
+from tilewise.errors import InvalidArgument
+from tilewise.kernels.hooks import MAX_TABLES, Hooks, trace
+from tilewise.plan import by_rows, make_plan
+from tilewise.problem import Operands, Problem, check_operands, check_overlaps
+from tilewise.ragged import check_blocks
+from tilewise.runtime.arena import Arena
+from tilewise.runtime.launch import Prepared, launch, prepare
+from tilewise.runtime.pool import Pool, pool_for
+from tilewise.simd.target import current_target
+
+_REMEMBERED = 256  # prepared calls; a decode loop makes a new one each step, so they are forgotten all at once
+_REMEMBERED_BATCH = 64  # sequences: what is remembered grows with them
+_REMEMBERED_BYTES = 4096  # of an array of lengths or offsets, which is compared by its contents
+_NUMBERS = {int, float, bool, type(None), np.float32, np.float64, np.int32, np.int64}
+VARIANT_ARRAYS = ("alibi_slopes", "bias", "mask")
+_memory: dict[tuple[Any, ...], tuple[Problem, list[Prepared]]] = {}
+
+Maker = Callable[..., tuple[Problem, Operands]]
+
+
+def run(
+    make: Maker, q: Any, k: Any, v: Any, sinks: Any, out: Any, lse: Any, arena: Arena | None, pool: Pool | int | None,
+    score: Any = None, keep: Any = None, **arguments: Any,
+) -> Any:  # fmt: skip
+    """o, or (o, lse) where it is wanted. `make` checks all arguments but those named here, and knows their meaning."""
+    workers = pool_for(pool)
+    if arena is not None and not isinstance(arena, Arena):
+        raise TypeError(f"arena must be a tilewise.Arena or None, got {type(arena).__name__}")
+    key = None
+    if score is None and keep is None:  # what a function captured may change between two calls
+        key = _key(make, workers.threads, (q, k, v, sinks, out, lse), arguments)
+    known = _memory.get(key) if key else None
+    if known is not None:
+        problem, calls = known
+        operands = Operands(q, k, v, sinks)
+        if out is not None or lse is not None or problem.further_operands:
+            operands = _operands(problem, operands, out, lse, arguments)
+    else:
+        problem, operands = make(q, k, v, sinks=sinks, out=out, lse=lse, **arguments)
+        calls = _prepare(problem, workers.threads, score, keep)
+        if key and problem.B <= _REMEMBERED_BATCH:
+            if len(_memory) >= _REMEMBERED:
+                _memory.clear()
+            _memory[key] = problem, calls
+    execute = launch
+    if current().debug:
+        from tilewise.runtime.trace import launch as execute
+    o, logsumexp = execute(calls, operands, arena, workers)
+    return o if logsumexp is None else (o, logsumexp)
+
+
+def _prepare(problem: Problem, threads: int, score: Any, keep: Any) -> list[Prepared]:
+    """A call for each class of sequences, with the hooks and all that they captured."""
+    target, scores, blocks, extra = current_target(), None, None, {}
+    if score is not None or keep is not None:
+        check_positions(problem)
+    if score is not None:
+        scores, arrays = trace("score", score)
+        extra = {f"table{n}": x for n, x in enumerate(arrays)}
+    if keep is not None:
+        blocks = as_block_mask(keep)
+        extra |= {f"table{n}": x for n, x in enumerate(blocks.arrays, len(extra))}
+        if len(extra) > MAX_TABLES:
+            raise InvalidArgument(f"score and keep capture {len(extra)} arrays, at most {MAX_TABLES} are possible")
+    hooks = Hooks(scores, blocks.hook if blocks else None)
+    calls = []
+    for part in by_rows(problem):
+        plan = make_plan(part, target, threads, hooks)
+        kinds = {"kinds": blocks.kinds(part, plan.shape)} if blocks else {}
+        calls.append(prepare(part, plan, extra | kinds))
+    return calls
+
+
+def _operands(problem: Problem, operands: Operands, out: Any, lse: Any, arguments: dict[str, Any]) -> Operands:
+    """The operands of a call of a known layout: all that is left to check is a matter of contents and addresses."""
+    if out is not None or lse is not None:
+        operands = check_operands(*operands[:4], out, lse, problem.out_shape, problem.lse_shape)
+    slopes, bias, mask = (arguments[name] for name in VARIANT_ARRAYS)
+    operands = operands._replace(slopes=slopes, bias=bias, mask=mask)
+    check_overlaps(operands)
+    if problem.page_size:
+        blocks = check_blocks(arguments["block_table"], problem.kv_len, len(operands.k), problem.page_size)
+        operands = operands._replace(blocks=blocks)
+    return operands
+
+
+def _key(make: Maker, threads: int, arrays: tuple[Any, ...], arguments: dict[str, Any]) -> tuple[Any, ...] | None:
+    """All that a check and a plan depend on, for arrays of NumPy's own and plain numbers; None for others."""
+    parts: list[Any] = [make, threads]
+    for x in arrays:
+        if x is None:
+            parts.append(None)
+        elif type(x) is np.ndarray and is_aligned(x):
+            parts += (x.shape, x.strides, x.dtype)
+        else:
+            return None
+    values: Any = arguments.values()
+    types = tuple(map(type, values))  # True and 1 are equal keys but not equally good arguments
+    if not _NUMBERS.issuperset(types):
+        values = [_lasting(name, x) for name, x in arguments.items()]
+        if NotImplemented in values:
+            return None
+    knobs = current()
+    return (*parts, *values, types, knobs.interpret, knobs.target, knobs.check)
+
+
+def _lasting(name: str, x: Any) -> Any:
+    """What of an argument a check and a plan depend on, as a part of a key; NotImplemented where it may change."""
+    if type(x) in _NUMBERS:
+        return x
+    if type(x) is tuple and _NUMBERS.issuperset(map(type, x)):
+        return x, tuple(map(type, x))
+    if type(x) is np.ndarray:
+        if name in VARIANT_ARRAYS:  # how it lies, whatever it holds
+            return (x.shape, x.strides, x.dtype) if is_aligned(x) else NotImplemented
+        if name == "block_table":  # whose contents are checked at every call
+            return x.shape, x.dtype
+        if x.nbytes <= _REMEMBERED_BYTES:
+            return x.shape, x.dtype, x.tobytes()
+    return NotImplemented
