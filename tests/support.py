@@ -16,6 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 import tilewise as tw
+from tilewise.arguments import float_type
 from tilewise.reference import attention32, attention64
 from tilewise.simd.target import TARGETS, missing_features
 
@@ -129,15 +130,16 @@ def assert_written(x: F32Array) -> None:
 
 
 def assert_same_bits(a: Any, b: Any, what: str = "") -> None:
-    """a and b are equal in every bit: two float32 arrays, or two tuples of them such as (o, lse)."""
+    """a and b are equal in every bit: two arrays of a float type, or two tuples of them such as (o, lse)."""
     if isinstance(a, tuple):
         assert len(a) == len(b)
         for name, x, y in zip(("o", "lse"), a, b, strict=True):
             assert_same_bits(x, y, f"{name} {what}")
         return
-    assert a.dtype == b.dtype == np.float32, f"{what}: dtypes {a.dtype} and {b.dtype}"
+    assert a.dtype == b.dtype, f"{what}: dtypes {a.dtype} and {b.dtype}"
+    assert float_type(a.dtype), f"{what}: dtype {a.dtype}"
     assert a.shape == b.shape, f"{what}: shapes {a.shape} and {b.shape}"
-    x, y = (np.ascontiguousarray(array).view(np.uint32) for array in (a, b))
+    x, y = (np.ascontiguousarray(array).view(f"u{a.itemsize}") for array in (a, b))
     differ = np.argwhere(x != y)
     if len(differ):
         i = tuple(int(n) for n in differ[0])

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from tilewise.arguments import F32Array
+from tilewise.arguments import Array, F32Array
 from tilewise.bench.peers import Ready
-from tilewise.bench.workloads import Workload
+from tilewise.bench.workloads import Batch, Workload
 
 NAME = "torch"
 NEEDS = ("torch",)
+TYPES = ("f32", "bf16", "f16")
 
 
 def start(threads: int) -> str:
@@ -22,67 +25,67 @@ def start(threads: int) -> str:
     return torch.__version__
 
 
-def _tensors(*arrays: F32Array) -> list[Any]:
+def _tensors(w: Workload, *arrays: Array) -> list[Any]:
+    """Over the same memory, in the workload's type."""
     import torch
 
-    return [torch.from_numpy(x) for x in arrays]
+    return [torch.from_numpy(x.view(f"i{x.itemsize}")).view(getattr(torch, w.type_name)) for x in arrays]
 
 
-def _additive(visible: np.ndarray) -> Any:
+def _additive(w: Workload, visible: np.ndarray) -> Any:
     import torch
 
-    return torch.zeros(visible.shape).masked_fill_(torch.from_numpy(~visible), float("-inf"))
+    zeros = torch.zeros(visible.shape, dtype=getattr(torch, w.type_name))
+    return zeros.masked_fill_(torch.from_numpy(~visible), float("-inf"))
 
 
 def _fetch(o: Any) -> F32Array:
-    return np.asarray(o.numpy())
+    return np.asarray(o.float().numpy())
 
 
-def sdpa(w: Workload, q: F32Array, k: F32Array, v: F32Array) -> Ready:
+def sdpa(w: Workload, q: Array, k: Array, v: Array) -> Ready:
     """is_causal where its meaning, row i sees keys up to i, is ours; else an additive mask made beforehand."""
     from torch.nn.functional import scaled_dot_product_attention
 
-    Q, K, V = _tensors(q, k, v)
+    Q, K, V = _tensors(w, q, k, v)
     options: dict[str, Any] = {"enable_gqa": True} if w.group > 1 else {}
     if w.square_causal and w.Tq > 1:
         options["is_causal"] = True
     elif w.masked:
-        options["attn_mask"] = _additive(w.mask())
+        options["attn_mask"] = _additive(w, w.mask())
     return Ready(lambda: scaled_dot_product_attention(Q, K, V, **options), _fetch)
 
 
-def lower_right(w: Workload, q: F32Array, k: F32Array, v: F32Array) -> Ready | None:
+def lower_right(w: Workload, q: Array, k: Array, v: Array) -> Ready | None:
     """A chunk: the mask object that aligns the last row with the last key."""
     from torch.nn.attention.bias import causal_lower_right
     from torch.nn.functional import scaled_dot_product_attention
 
     if not w.causal or w.window or w.decode or not w.q_offset or w.q_offset != w.Tk - w.Tq:
         return None
-    Q, K, V = _tensors(q, k, v)
+    Q, K, V = _tensors(w, q, k, v)
     mask, options = causal_lower_right(w.Tq, w.Tk), {"enable_gqa": True} if w.group > 1 else {}
     return Ready(lambda: scaled_dot_product_attention(Q, K, V, attn_mask=mask, **options), _fetch)
 
 
-def decode_fold(w: Workload, q: F32Array, k: F32Array, v: F32Array) -> Ready | None:
+def decode_fold(w: Workload, q: Array, k: Array, v: Array) -> Ready | None:
     """The query heads of a group as query rows, so that keys and values are read once."""
     from torch.nn.functional import scaled_dot_product_attention
 
     if not w.decode or w.group == 1:
         return None
-    Q, K, V = _tensors(q.reshape(w.B, w.Hkv, w.group, w.D), k, v)
-    return Ready(
-        lambda: scaled_dot_product_attention(Q, K, V), lambda o: np.asarray(o.reshape(w.B, w.H, 1, w.D).numpy())
-    )
+    Q, K, V = _tensors(w, q.reshape(w.B, w.Hkv, w.group, w.D), k, v)
+    return Ready(lambda: scaled_dot_product_attention(Q, K, V), lambda o: _fetch(o.reshape(w.B, w.H, 1, w.D)))
 
 
-def window_chunks(w: Workload, q: F32Array, k: F32Array, v: F32Array) -> Ready | None:
+def window_chunks(w: Workload, q: Array, k: Array, v: Array) -> Ready | None:
     """A window: blocks of query rows over the slice of keys that they see, an additive mask for each length of it."""
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
     if not w.window or not w.causal or w.Tq != w.Tk or w.q_offset:
         return None
-    Q, K, V = _tensors(q, k, v)
+    Q, K, V = _tensors(w, q, k, v)
     options = {"enable_gqa": True} if w.group > 1 else {}
     visible = w.mask()
     blocks, masks = [], {}
@@ -91,7 +94,7 @@ def window_chunks(w: Workload, q: F32Array, k: F32Array, v: F32Array) -> Ready |
         low = max(0, first - w.window + 1) // 64 * 64
         shape = (end - first, first - low, end - low)
         if shape not in masks:
-            masks[shape] = _additive(visible[first:end, low:end])
+            masks[shape] = _additive(w, visible[first:end, low:end])
         blocks.append((slice(first, end), slice(low, end), masks[shape]))
 
     def call() -> Any:
@@ -111,3 +114,35 @@ VARIANTS: dict[str, Any] = {
     "decode_fold": decode_fold,
     "window_chunks": window_chunks,
 }
+
+
+def sequences(w: Batch, q: Array, k: Array, v: Array) -> Ready:
+    """A call for each sequence, whose keys are in one piece. A decode row folds the heads of a group into rows."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    Q, K, V = _tensors(w, q, k, v)
+    keys = w.starts.tolist()
+    K, V = ([x[a:b].transpose(0, 1)[None].contiguous() for a, b in pairwise(keys)] for x in (K, V))
+    if w.Tq:
+        rows, options = Q.view(w.B, 1, w.Hkv, w.group, w.D), {}
+    else:
+        rows = [Q[a:b].transpose(0, 1)[None].contiguous() for a, b in pairwise(keys)]
+        options = {"is_causal": True, "enable_gqa": w.group > 1}
+    steps = itertools.cycle([w.lengths_at(call).tolist() for call in range(w.turnover)])
+
+    def call() -> Any:
+        return [
+            scaled_dot_product_attention(q, k[:, :, :n], v[:, :, :n], **options)
+            for q, k, v, n in zip(rows, K, V, next(steps), strict=True)
+        ]
+
+    def fetch(o: Any) -> F32Array:
+        if w.Tq:
+            return _fetch(torch.cat(o).view(w.B, w.H, w.D))
+        return _fetch(torch.cat(o, 2)[0].transpose(0, 1).contiguous())
+
+    return Ready(call, fetch)
+
+
+BATCHES: dict[str, Any] = {"sequences": sequences}

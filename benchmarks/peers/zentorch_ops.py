@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from tilewise.arguments import F32Array
+from tilewise.arguments import Array, F32Array
 from tilewise.bench.peers import Ready
 from tilewise.bench.workloads import Workload
 
 NAME = "zentorch"
 NEEDS = ("torch", "zentorch")
+TYPES = ("f32", "bf16", "f16")
 ISOLATED = True  # brings an OpenMP of its own, and changes PyTorch for the whole process
 
 
@@ -24,36 +25,37 @@ def start(threads: int) -> str:
     return f"{zentorch.__version__} with torch {torch.__version__}"
 
 
-def _tensors(*arrays: F32Array) -> list[Any]:
+def _tensors(w: Workload, *arrays: Array) -> list[Any]:
+    """Over the same memory, in the workload's type."""
     import torch
 
-    return [torch.from_numpy(x) for x in arrays]
+    return [torch.from_numpy(x.view(f"i{x.itemsize}")).view(getattr(torch, w.type_name)) for x in arrays]
 
 
 def _fetch(o: Any) -> F32Array:
-    return np.asarray(o.contiguous().numpy())
+    return np.asarray(o.float().contiguous().numpy())
 
 
-def sdpa(w: Workload, q: F32Array, k: F32Array, v: F32Array) -> Ready:
+def sdpa(w: Workload, q: Array, k: Array, v: Array) -> Ready:
     import torch
 
-    Q, K, V = _tensors(q, k, v)
+    Q, K, V = _tensors(w, q, k, v)
     options: dict[str, Any] = {}
     if w.masked and w.square_causal:
         options["is_causal"] = True
     elif w.masked:
-        mask = torch.zeros((w.Tq, w.Tk)).masked_fill_(torch.from_numpy(~w.mask()), float("-inf"))
+        mask = torch.zeros((w.Tq, w.Tk), dtype=Q.dtype).masked_fill_(torch.from_numpy(~w.mask()), float("-inf"))
         options["attn_mask"] = mask[None, None]
     return Ready(lambda: torch.ops.zentorch.zentorch_sdpa(Q, K, V, **options)[0], _fetch)
 
 
-def sdpa_attn(w: Workload, q: F32Array, k: F32Array, v: F32Array) -> Ready | None:
+def sdpa_attn(w: Workload, q: Array, k: Array, v: Array) -> Ready | None:
     """The other operator, which knows windows but no offset."""
     import torch
 
     if w.masked and w.q_offset:
         return None
-    Q, K, V = _tensors(q, k, v)
+    Q, K, V = _tensors(w, q, k, v)
     out = torch.empty_like(Q)
     options: dict[str, Any] = {"is_causal": w.causal and w.Tq > 1}
     if w.window and w.masked:

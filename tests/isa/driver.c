@@ -45,7 +45,7 @@ static const struct { const char *name; Kernel run; } kernels[] = {
 };
 
 enum { ABSENT, INPUT, OUTPUT, SCRATCH };
-enum { NONE, TABLES, FIRST_BUFFER, MOST_BUFFERS = 16, MOST_WORKERS = 16 };
+enum { NONE, TABLES, FIRST_BUFFER, MOST_BUFFERS = 32, MOST_WORKERS = 16 };
 static const int64_t MAGIC = 0x31585446; /* "FTX1" */
 static const uint32_t POISON = 0xFFC0DEAD; /* in outputs: what remains of it was never written */
 

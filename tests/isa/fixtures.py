@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 
 import tilewise as tw
 from tests.isa.problems import Example
+from tilewise.arguments import SIZE
 from tilewise.kernels.tables import CALL_INDEX
 from tilewise.plan import make_plan
 from tilewise.problem import Operands, Problem, make_problem
+from tilewise.ragged import make_paged_problem
 from tilewise.runtime.launch import BASES, Prepared, address_of, prepare
 from tilewise.simd.builder import Builder, Int, Kernel
 from tilewise.simd.target import Target
@@ -80,7 +82,12 @@ class Fixture:
 
 def attention_fixture(example: Example, target: Target) -> Fixture:
     """An example as a fixture for a target: its work items are claimed one a call by `example.workers` workers."""
-    problem, operands = make_problem(*example.arrays, return_lse=True, **example.options)
+    options = {**example.options, "return_lse": True}
+    if example.page_size:
+        arrays, further = example.paged()
+        problem, operands = make_paged_problem(*arrays, **further, **options)
+    else:
+        problem, operands = make_problem(*example.arrays, **options)
     plan = make_plan(problem, target, example.workers)
     workers = max(1, min(example.workers, plan.items))
     plan = dataclasses.replace(plan, workers=workers, threads=workers, batch=1)
@@ -93,36 +100,48 @@ def attention_fixture(example: Example, target: Target) -> Fixture:
 
 
 def _buffers(call: Prepared, operands: Operands) -> Iterator[Buffer]:
-    arrays = {"q": operands.q, "k": operands.k, "v": operands.v, "sinks": operands.sinks}
-    outputs = {"o": call.problem.out_shape, "lse": call.problem.lse_shape}
+    problem, blocks = call.problem, operands.blocks
+    arrays = {name: getattr(operands, name) for name in ("q", "k", "v", "sinks", "slopes", "bias", "mask")}
+    outputs = {
+        "o": int(np.prod(problem.out_shape)) * problem.out_dtype.itemsize,
+        "lse": int(np.prod(problem.lse_shape)) * ELEMENT,
+    }
     for name in BUFFERS:
         array = arrays.get(name)
         if name == "scratch":
             yield Buffer(SCRATCH, call.plan.scratch_bytes)
         elif name in outputs:
-            yield Buffer(OUTPUT, int(np.prod(outputs[name])) * ELEMENT)
+            yield Buffer(OUTPUT, outputs[name])
+        elif name == "blocks" and blocks is not None:
+            yield Buffer(INPUT, blocks.nbytes, 0, blocks.tobytes())
         elif array is None:
             yield Buffer(ABSENT, 0)
         else:
-            view = call.problem.views[name]
+            view = problem.views[name]
             data = ctypes.string_at(address_of(array) + view.lo, view.hi - view.lo) if view.hi > view.lo else b""
             yield Buffer(INPUT, view.hi - view.lo, -view.lo, data)
 
 
 def _hidden(problem: Problem) -> Iterator[tuple[int, int, int]]:
-    """The bytes within the extents of q, k and v that belong to no row: between rows, and outside kv_start, kv_len."""
+    """The bytes within the extents of q, k and v that belong to no row: between rows, and outside kv_start, kv_len.
+
+    Of keys in pages none: which slots are in use is not a matter of strides.
+    """
     for name, heads, rows, width in (
         ("q", problem.H, problem.rows, problem.D),
         ("k", problem.Hkv, problem.kv_len, problem.D),
         ("v", problem.Hkv, problem.kv_len, problem.Dv),
     ):
+        if problem.page_size and name in "kv":
+            continue
         view, base = problem.views[name], getattr(problem, name + "_base")
+        element = SIZE[view.type]
         own = np.zeros(view.hi - view.lo + 2, np.int8)  # with a byte of nobody's on either side
         for b in range(problem.B):
             for head in range(heads):
                 for row in range(int(rows[b])):
-                    start = int(base[b]) + (head * view.head + row * view.row) * ELEMENT - view.lo + 1
-                    own[start : start + width * ELEMENT] = 1
+                    start = int(base[b]) + (head * view.head + row * view.row) * element - view.lo + 1
+                    own[start : start + width * element] = 1
         edges = np.flatnonzero(np.diff(own)).tolist()  # own from edges[0], not from edges[1], ...
         free = [0, *edges, view.hi - view.lo]
         for lo, hi in zip(free[::2], free[1::2], strict=True):

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import tilewise as tw
+from tilewise.arguments import BFLOAT16
 
 F32Array = NDArray[np.float32]
 GARBAGE = float("nan")
@@ -23,10 +24,28 @@ class Example:
     options: dict[str, Any] = field(default_factory=dict)
     workers: int = 1
     flush: bool = False
+    page_size: int = 0  # 0: keys lie one after the other
+
+    def paged(self) -> tuple[tuple[Any, Any, Any], dict[str, Any]]:
+        """(q, k_pages, v_pages) and the further arguments; the pages are not in order, and garbage where unused."""
+        q, k, v = self.arrays
+        (B, _, Tk, _), size = k.shape, self.page_size
+        each = -(-Tk // size)
+        block_table = (np.arange(B * each, dtype=np.int32)[::-1] + 1).reshape(B, each)
+        pages = [np.full((B * each + 2, size, x.shape[1], x.shape[3]), GARBAGE, x.dtype) for x in (k, v)]
+        for target, x in zip(pages, (k, v), strict=True):
+            for b in range(B):
+                for j in range(Tk):
+                    target[block_table[b, j // size], j % size] = x[b, :, j]
+        return (q, *pages), {"block_table": block_table, "kv_len": Tk}
 
     def run(self, **changes: Any) -> tuple[F32Array, F32Array]:
         """(o, lse) by the library, on this machine and in one thread."""
-        return tw.attention(*self.arrays, return_lse=True, **{"pool": 1, **self.options, **changes})  # type: ignore[no-any-return]
+        options = {"pool": 1, "return_lse": True, **self.options, **changes}
+        if not self.page_size:
+            return tw.attention(*self.arrays, **options)  # type: ignore[no-any-return]
+        operands, further = self.paged()
+        return tw.attention_paged(*operands, **further, **options)  # type: ignore[no-any-return]
 
 
 def arrays(
@@ -52,7 +71,9 @@ def sinks(H: int) -> F32Array:
 
 def examples() -> dict[str, Example]:
     """All of them, by name."""
-    return {**_shapes(), **_masks(), **_spans(), **_hard_numbers(), **_layouts()}
+    return {
+        **_shapes(), **_masks(), **_spans(), **_hard_numbers(), **_layouts(), **_halves(), **_pages(), **_variants()
+    }  # fmt: skip
 
 
 def _shapes() -> dict[str, Example]:
@@ -105,6 +126,51 @@ def _spans() -> dict[str, Example]:
         ),
         "many tiles, several workers": Example(
             arrays(1, 8, 2, 33, 40, 16, 16), {"causal": True, "q_offset": 7, "br": 4}, workers=4
+        ),
+    }
+
+
+def _halves() -> dict[str, Example]:
+    def half(*sizes: int) -> tuple[Any, Any, Any]:
+        return tuple(x.astype(np.float16) for x in arrays(*sizes))  # type: ignore[return-value]
+
+    def bits(*sizes: int) -> tuple[Any, Any, Any]:
+        """bfloat16, cut off: the upper halves."""
+        return tuple((x.view(np.uint32) >> 16).astype(np.uint16).view(BFLOAT16) for x in arrays(*sizes))  # type: ignore[return-value]
+
+    mixed = half(1, 2, 2, 18, 20, 20, 20)[0], bits(1, 2, 2, 18, 20, 20, 20)[1], arrays(1, 2, 2, 18, 20, 20, 20)[2]
+    return {
+        "float16, streamed": Example(half(1, 4, 2, 1, 40, 40, 24), {}),
+        "float16, packed": Example(half(1, 2, 1, 20, 37, 20, 33), {"causal": True, "q_offset": 17}),
+        "bfloat16, streamed": Example(bits(1, 4, 2, 1, 40, 48, 24), {}),
+        "bfloat16, packed": Example(bits(1, 2, 1, 20, 37, 52, 33), {"causal": True, "q_offset": 17}),
+        "three types": Example(mixed, {}),
+    }
+
+
+def _pages() -> dict[str, Example]:
+    return {
+        "pages, streamed": Example(arrays(2, 4, 2, 1, 70, 32, 20), {"causal": True, "bc": 16, "span": 32}, page_size=7),
+        "pages, packed": Example(arrays(2, 2, 1, 20, 50, 16, 16), {"causal": True, "window": 20}, page_size=16),
+        "pages of one key": Example(arrays(1, 2, 2, 2, 37, 16, 16), {"bc": 8, "span": 16}, workers=2, page_size=1),
+    }
+
+
+def _variants() -> dict[str, Example]:
+    shape = (1, 4, 2, 9, 35, 16, 20)
+    mask = arrays(1, 4, 1, 9, 1, 35, 1)[0] > -1  # [1, 4, 9, 35]
+    mask[0, 1, 2] = False
+    bias = arrays(1, 1, 1, 9, 1, 35, 1)[0]
+    bias[..., 3] = -np.inf
+    slopes = np.linspace(0.1, 0.7, 4, dtype=np.float32)
+    positions = {"causal": True, "q_offset": 26, "bc": 8, "span": 16}
+    return {
+        "softcap and ALiBi": Example(arrays(*shape), {**positions, "softcap": 2.0, "alibi_slopes": slopes}),
+        "mask": Example(arrays(*shape), {"q_offset": 0, "mask": mask}),
+        "mask, streamed": Example(arrays(1, 4, 2, 2, 35, 16, 20), {"mask": mask[:, :, :2]}),
+        "bias of all heads": Example(arrays(*shape), {**positions, "bias": bias}),
+        "bias and mask for all keys": Example(
+            arrays(*shape), {**positions, "bias": bias[..., :1], "mask": mask[..., :1]}
         ),
     }
 

@@ -82,7 +82,7 @@ def test_processor_without_avx512_gives_the_same_bits(tmp_path: Path) -> None:
     data = result.read_bytes()
     for name, example in cases.items():
         for what, wanted in zip(("o", "lse"), example.run(), strict=True):
-            got = np.frombuffer(data[: wanted.nbytes], np.float32).reshape(wanted.shape)
+            got = np.frombuffer(data[: wanted.nbytes], wanted.dtype).reshape(wanted.shape)
             assert_same_bits(got, wanted, f"{what} of Haswell and of this machine: {name}")
             data = data[wanted.nbytes :]
     assert not data

@@ -1,6 +1,7 @@
 """`tilewise bench`: ours beside every peer that is installed, in one run, and beside the machine's own limits.
 
-    workloads.py   what is measured
+    workloads.py   what a workload is; table.py all of them, in groups
+    ours.py        how we run one
     peers.py       loads the adapters of benchmarks/peers
     runner.py      runs a peer here or in a process of its own
     measure.py     checks, then times everybody in turn, round by round

@@ -16,12 +16,14 @@ from tilewise.bench import chart, machine, report
 from tilewise.bench.measure import Settings, Step, measure
 from tilewise.bench.peers import FOLDER, Missing, Peer, load_peers
 from tilewise.bench.runner import PeerFailed, Runner, one_line, start
-from tilewise.bench.workloads import WORKLOADS, Workload
+from tilewise.bench.table import GROUPS, WORKLOADS
+from tilewise.bench.workloads import Workload
 from tilewise.config import current
 from tilewise.runtime.pool import available_cores
 from tilewise.simd.target import find_target
 
 QUICK = Settings(seconds=0.5, fewest=3, slow_rounds=1)
+DEFAULT = "speed"  # of the groups of workloads
 WIDE = 160  # columns where the output is no terminal
 OUR_LARGEST_ERROR = 1e-5
 
@@ -31,11 +33,26 @@ def words(text: str) -> list[str]:
 
 
 def chosen_workloads(text: str | None) -> list[Workload]:
-    """By name, in the order of the table where none are given."""
-    names = words(text) if text else list(WORKLOADS)
-    if unknown := [x for x in names if x not in WORKLOADS]:
-        raise tw.InvalidArgument(f"--workload: got {', '.join(unknown)}, expected some of {', '.join(WORKLOADS)}")
-    return [WORKLOADS[x] for x in names]
+    """Of names of workloads and of groups, in their order."""
+    chosen: dict[str, Workload] = {}
+    for name in words(text or DEFAULT):
+        if name not in GROUPS and name not in WORKLOADS:
+            raise tw.InvalidArgument(
+                f"--workload: got {name}, expected some of {', '.join(GROUPS)}, or of {', '.join(WORKLOADS)}"
+            )
+        chosen |= {w.name: w for w in GROUPS.get(name) or [WORKLOADS[name]]}
+    for w in chosen.values():
+        find_target(w.target or None)  # complain before the work
+    return list(chosen.values())
+
+
+def cases(workloads: Sequence[Workload], threads: Sequence[int]) -> dict[int, list[Workload]]:
+    """What to measure on how many threads; a workload that says how many itself is measured once."""
+    found: dict[int, dict[str, Workload]] = {}
+    for count in threads:
+        for w in workloads:
+            found.setdefault(w.threads or count, {})[w.name] = w
+    return {count: list(group.values()) for count, group in found.items()}
 
 
 def chosen_threads(text: str) -> list[int]:
@@ -96,31 +113,29 @@ def command_line(arguments: dict[str, Any]) -> str:
 
 
 def run_all(
-    workloads: Sequence[Workload], threads: Sequence[int], peers: Sequence[Peer], settings: Settings, isolate: bool,
+    workloads: dict[int, list[Workload]], peers: Sequence[Peer], settings: Settings, isolate: bool,
     run: dict[str, Any], json_file: Path | None,
 ) -> None:  # fmt: skip
     """Measure, adding to `run` and to the file as results come."""
     target = find_target(run["target"])
-    with progress(len(workloads) * len(threads)) as step:
-        for number, count in enumerate(threads):
-            with tw.config(threads=count, target=target.name):
-                started = start_peers(peers, count, isolate, run["missing"])
-                run["peers"] |= {peer.name: runner.version for peer, runner in started}
-                try:
-                    for index, w in enumerate(workloads):
-                        done = number * len(workloads) + index
-                        label = f"{w.name} x{count}"
+    with progress(sum(map(len, workloads.values()))) as step:
+        for count, group in workloads.items():
+            wanted = [] if all(w.alone for w in group) else peers
+            started = start_peers(wanted, count, isolate, run["missing"])
+            run["peers"] |= {peer.name: runner.version for peer, runner in started}
+            try:
+                for w in group:
 
-                        def report_step(part: float, text: str, done: int = done, label: str = label) -> None:
-                            step(done + part, f"{label} {text}")
+                    def report_step(part: float, text: str, name: str = f"{w.name} x{count}") -> None:
+                        step(len(run["results"]) + part, f"{name} {text}")
 
-                        result = measure(w, count, target, started, settings, report_step)
-                        run["results"].append(result | {"summary": report.summary(result)})
-                        if json_file:
-                            report.save(run, json_file)
-                finally:
-                    for _, runner in started:
-                        runner.close()
+                    result = measure(w, count, target, started, settings, report_step)
+                    run["results"].append(result | {"summary": report.summary(result)})
+                    if json_file:
+                        report.save(run, json_file)
+            finally:
+                for _, runner in started:
+                    runner.close()
 
 
 def print_run(run: dict[str, Any]) -> None:
@@ -137,7 +152,10 @@ def print_run(run: dict[str, Any]) -> None:
 
 
 @click.command()
-@click.option("-w", "--workload", help=f"Which, with commas: {', '.join(WORKLOADS)}. Default: all.")
+@click.option(
+    "-w", "--workload",
+    help=f"Which, or groups of them, with commas. Groups: {', '.join(GROUPS)}. Default: {DEFAULT}.",
+)  # fmt: skip
 @click.option("-t", "--threads", default="1", show_default=True, help="Numbers of threads, with commas: 1,2.")
 @click.option("--target", help="Ours and the roof for this target, such as x86-64-v3.")
 @click.option("-p", "--peers", help="Which peers, with commas; none: only ours. Default: all that are installed.")
@@ -168,13 +186,13 @@ def bench_command(
             chart.draw(run, chart_file)
         return 0
     check_writable("--json", json_file)
-    workloads, threads = chosen_workloads(arguments["workload"]), chosen_threads(arguments["threads"])
+    workloads = cases(chosen_workloads(arguments["workload"]), chosen_threads(arguments["threads"]))
     if current().interpret:
         raise tw.InvalidArgument("bench: TILEWISE_INTERPRET is set: nobody measures the speed of an interpreter")
     target = find_target(arguments["target"] or current().target)
     peers, missing = installed_peers(arguments["peers"], peers_folder)
-    if max(threads) > available_cores():
-        click.echo(f"tilewise bench: {max(threads)} threads share {available_cores()} cores here", err=True)
+    if max(workloads) > available_cores():
+        click.echo(f"tilewise bench: {max(workloads)} threads share {available_cores()} cores here", err=True)
     settings = QUICK if arguments["quick"] else Settings()
     settings = settings.changed(arguments["seconds"], arguments["repeat"])
     run = {
@@ -183,12 +201,13 @@ def bench_command(
         "missing": {x.name: x.reason for x in missing}, "results": [],
     }  # fmt: skip
     try:
-        run_all(workloads, threads, peers, settings, arguments["isolate"], run, json_file)
+        run_all(workloads, peers, settings, arguments["isolate"], run, json_file)
     finally:  # an interrupted run shows what it has
         print_run(run)
     if chart_file:
         click.echo("chart " + ", ".join(str(x) for x in chart.draw(run, chart_file)))
-    wrong = [x["workload"] for x in run["results"] if not x["ours"]["max_error"] <= OUR_LARGEST_ERROR]
+    sides = [side for x in run["results"] for side in (x, x["beside"]) if side]
+    wrong = list(dict.fromkeys(x["workload"] for x in sides if not x["ours"]["max_error"] <= OUR_LARGEST_ERROR))
     if wrong:
         click.echo(f"tilewise bench: our own result is wrong: {', '.join(wrong)}", err=True)
     return 1 if wrong else 0

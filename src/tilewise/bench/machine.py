@@ -105,8 +105,8 @@ def usage(workers: Iterable[int] = ()) -> Usage | None:
         return None
     tick = os.sysconf("SC_CLK_TCK")
     work, stolen = parse_stat(stat, os.sched_getaffinity(0), tick)
-    mine = resource.getrusage(resource.RUSAGE_SELF)
-    own = mine.ru_utime + mine.ru_stime + sum(_seconds_of_process(pid, tick) for pid in workers)
+    mine = [resource.getrusage(x) for x in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]  # the latter have ended
+    own = sum(x.ru_utime + x.ru_stime for x in mine) + sum(_seconds_of_process(pid, tick) for pid in workers)
     return Usage(time.monotonic(), work, stolen, own)
 
 

@@ -12,14 +12,20 @@ import numpy as np
 
 from tilewise.arguments import F32Array
 from tilewise.bench import machine
-from tilewise.bench.peers import OURS, Peer, Ready
+from tilewise.bench.ours import OURS
+from tilewise.bench.peers import Peer, Ready
 from tilewise.bench.runner import Local, Opened, PeerFailed, Runner, one_line
 from tilewise.bench.workloads import Workload, inputs
 from tilewise.reference import attention64
 from tilewise.runtime.roof import READ_AHEAD, RoofProbe
-from tilewise.simd.target import Target
+from tilewise.simd.target import Target, find_target
+from tilewise.verify.halves import wide
 
-LARGEST_ERROR = 2e-5  # between two float32 results on standard normal inputs; a wrong mask gives 0.01 and more
+# Between two results on standard normal inputs, which lie below 4 but for the first rows, that are exact. A wrong mask
+# gives 0.01 and more in float32. In half types, which some also round their weights to, it is some units in the last
+# place of numbers from 2 to 4, and masks rely on the check in float32.
+LARGEST_ERROR = {"f32": 2e-5, "f16": 2**-7, "bf16": 2**-5}
+DIGITS = {"f16": 11, "bf16": 8}  # of a half type, the leading one included
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 200
 SLOW, SLOW_ROUNDS = 4, 3  # who takes so many times longer than the fastest takes part in so few rounds
 ROOF = "roof"
@@ -67,54 +73,102 @@ class Contender:
                 self.failed = str(error) if isinstance(error, PeerFailed) else one_line(error)
 
 
+@dataclass(eq=False)
+class Side:
+    """Ours on a workload, with the roof of its threads and target."""
+
+    w: Workload
+    threads: int
+    target: Target
+    ours: Contender
+    probe: RoofProbe | None
+    roof: list[Contender]
+
+    def roof_of(self, other: Side) -> bool:
+        """Whether the roof of the other one is this one's."""
+        return (self.threads, self.target, self.w.kv_bytes) == (other.threads, other.target, other.w.kv_bytes)
+
+    def record(self) -> dict[str, Any]:
+        w = self.w
+        return {
+            "workload": w.name, "title": w.title, "shape": w.shape, "type": w.type, "threads": self.threads,
+            "target": self.target.name, "flops": w.flops, "kv_bytes": w.kv_bytes, "out_bytes": w.out_bytes,
+            "tiny": w.tiny, "roof": roof_record(self.probe, self.roof), "ours": record(self.ours),
+        }  # fmt: skip
+
+
+def open_side(w: Workload, threads: int, target: Target) -> tuple[Side, F32Array]:
+    """Ours on a workload, and its result."""
+    threads, target = w.threads or threads, find_target(w.target) if w.target else target
+    runner = Local(OURS, threads, target.name)
+    opened = runner.open(w, "attention")
+    if opened.result is None:
+        raise RuntimeError(f"{w.name}: tilewise itself failed: {opened.reason}")
+    ours = Contender(OURS.name, "attention", runner, opened, spot_error(w, opened.result))
+    return Side(w, threads, target, ours, None, []), opened.result
+
+
+def add_roof(side: Side, other: Side | None) -> list[Contender]:
+    """Give a side its roof, the other one's where it is the same; who joins the rounds for it."""
+    if side.w.tiny:
+        return []
+    if other and other.probe and side.roof_of(other):
+        side.probe, side.roof = other.probe, other.roof
+        return []
+    side.probe = RoofProbe(side.target, side.w.kv_bytes, side.threads)
+    side.roof = roof_contenders(side.probe, side.threads)
+    return side.roof
+
+
 def measure(
     w: Workload, threads: int, target: Target, peers: Sequence[tuple[Peer, Runner]], settings: Settings, step: Step
 ) -> dict[str, Any]:
-    """Check every peer against our result, then time them in turn with ours and the roof; see benchmarks/README.md.
-
-    Ours runs under the configuration in force, which must say the same threads and target.
-    """
-    ours_runner = Local(OURS, threads)
+    """Check every peer against our result, then time them in turn with ours and the roof; see benchmarks/README.md."""
     step(0.0, "tilewise")
-    opened = ours_runner.open(w, "attention")
-    if opened.result is None:
-        raise RuntimeError(f"{w.name}: tilewise itself failed: {opened.reason}")
-    ours = Contender(OURS.name, "attention", ours_runner, opened, spot_error(w, opened.result))
-    probe = None if w.tiny else RoofProbe(target, w.kv_bytes, threads)
-    roof = roof_contenders(probe, threads) if probe else []
-    rivals, skipped = open_peers(w, peers, opened.result, step)
+    peers = [] if w.alone else peers
+    side, expected = open_side(w, threads, target)
+    beside = open_side(w.beside, threads, target)[0] if w.beside else None
+    everybody = [*add_roof(side, None), side.ours]
+    if beside:
+        everybody += [*add_roof(beside, side), beside.ours]
+    rivals, skipped = open_peers(w, peers, expected, step)
+    everybody += rivals
+    runners = {id(x): x for x in (*(c.runner for c in everybody), *(runner for _, runner in peers))}.values()
     try:
-        everybody = [*roof, ours, *rivals]
         rounds, due = schedule(everybody, rivals, settings)
-        pids = [pid for _, runner in peers for pid in runner.pids]
-        before = machine.usage(pids)
-        begin = time.perf_counter()
-        for round_ in range(rounds):
-            for contender, times in zip(everybody, due, strict=True):
-                if round_ in times:
-                    step(0.3 + 0.7 * round_ / rounds, f"{contender.peer} {contender.variant}")
-                    if threads > 1 or pids:
-                        time.sleep(REST)
-                    contender.sample(settings.burst)
-        wall = time.perf_counter() - begin
-        busy = machine.disturbance(before, machine.usage(pids))
+        wall, busy = time_rounds(everybody, due, rounds, side.threads, settings, step)
     finally:
-        for runner in (ours_runner, *(r.runner for r in roof[:1]), *(runner for _, runner in peers)):
+        for runner in runners:
             runner.release()
     skipped += [_skip(x, x.failed) for x in rivals if x.failed]
-    return {
-        "workload": w.name, "title": w.title, "shape": w.shape, "threads": threads, "target": target.name,
-        "flops": w.flops, "kv_bytes": w.kv_bytes, "out_bytes": w.out_bytes, "tiny": w.tiny, "rounds": rounds,
-        "wall_seconds": round(wall, 2), "busy": busy, "roof": roof_record(probe, roof),
-        "ours": record(ours), "peers": [record(x) for x in rivals if not x.failed], "skipped": skipped,
+    return side.record() | {
+        "beside": beside.record() if beside else None, "rounds": rounds, "wall_seconds": round(wall, 2), "busy": busy,
+        "peers": [record(x) for x in rivals if not x.failed], "skipped": skipped,
     }  # fmt: skip
+
+
+def time_rounds(
+    everybody: Sequence[Contender], due: Sequence[set[int]], rounds: int, threads: int, settings: Settings, step: Step
+) -> tuple[float, dict[str, Any]]:
+    """All in turn, round by round: (seconds that it took, how busy the machine was)."""
+    pids = sorted({pid for x in everybody for pid in x.runner.pids})
+    before = machine.usage(pids)
+    begin = time.perf_counter()
+    for round_ in range(rounds):
+        for contender, times in zip(everybody, due, strict=True):
+            if round_ in times:
+                step(0.3 + 0.7 * round_ / rounds, f"{contender.peer} {contender.variant}")
+                if threads > 1 or pids:
+                    time.sleep(REST)
+                contender.sample(settings.burst)
+    return time.perf_counter() - begin, machine.disturbance(before, machine.usage(pids))
 
 
 def roof_contenders(probe: RoofProbe, threads: int) -> list[Contender]:
     """The kernels of the roof: fma, and both ways to read as many bytes as the workload's keys and values."""
     calls: dict[str, Callable[[], None]] = {"fma": probe.fma}
     calls |= {f"read ahead {ahead}": _reader(probe, ahead) for ahead in READ_AHEAD}
-    runner = Local(Peer(ROOF, None, False, lambda threads: "", {}), threads)
+    runner = Local(Peer(ROOF, None, False, lambda threads: "", {}, {}, ()), threads)
     opened = {name: runner.add(name, Ready(call, np.asarray), 0) for name, call in calls.items()}
     return [Contender(ROOF, name, runner, opened[name]) for name in calls]
 
@@ -128,14 +182,14 @@ def open_peers(
 ) -> tuple[list[Contender], list[dict[str, str]]]:
     """(those that gave our result, those that are not timed and why)."""
     good, skipped = [], []
-    names = [(peer, runner, variant) for peer, runner in peers for variant in peer.variants]
+    names = [(peer, runner, variant) for peer, runner in peers for variant in peer.variants_for(w)]
     for index, (peer, runner, variant) in enumerate(names):
         step(0.3 * index / len(names), f"check {peer.name} {variant}")
         contender = Contender(peer.name, variant, runner, runner.open(w, variant))
         reason = contender.opened.reason
         if not reason and contender.opened.result is not None:
             contender.error = largest_error(contender.opened.result, expected)
-            if not contender.error <= LARGEST_ERROR:  # NaN is not
+            if not contender.error <= LARGEST_ERROR[w.type]:  # NaN is not
                 reason = f"wrong: differs from ours by {contender.error:.2g}"
         if reason:
             skipped.append(_skip(contender, reason))
@@ -155,16 +209,20 @@ def largest_error(result: F32Array, expected: F32Array) -> float:
 
 
 def spot_error(w: Workload, result: F32Array) -> float:
-    """Our own largest error against float64, at a few rows of the first and of the last head."""
+    """Our own largest error against float64 at a few rows, beyond the one rounding to a half type."""
     q, k, v = inputs(w)
     errors = []
-    for b, h in {(0, 0), (w.B - 1, w.H - 1)}:
-        own = slice(b, b + 1), slice(h // w.group, h // w.group + 1)
-        for i in sorted({0, w.Tq // 2, w.Tq - 1}):
-            arguments = w.arguments | {"q_offset": w.q_offset + i}
-            truth, _ = attention64(q[own[0], h : h + 1, i : i + 1], k[own], v[own], **arguments)
-            errors.append(float(np.abs(result[b, h, i] - truth[0, 0, 0]).max()))
-    return max(errors)
+    for index, keys, position in w.spots():
+        Q, K, V = (wide(np.ascontiguousarray(x), w.type) for x in (q[index][None], k[keys], v[keys]))
+        truth, _ = attention64(Q[None, None], K[None, None], V[None, None], **w.arguments | {"q_offset": position})
+        error = np.abs(result[index] - truth[0, 0, 0])
+        errors.append(float((error - half_unit(w.type, truth[0, 0, 0])).max()))
+    return max(0.0, *errors)
+
+
+def half_unit(type: str, x: Any) -> Any:
+    """By how much rounding moves numbers like x at most; nothing for float32, whose error is counted in full."""
+    return np.ldexp(0.5, np.frexp(x)[1] - DIGITS[type]) if type in DIGITS else 0.0
 
 
 def schedule(

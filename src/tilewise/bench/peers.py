@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import numpy as np
-
 import tilewise as tw
-from tilewise.arguments import F32Array
-from tilewise.bench.workloads import Workload
+from tilewise.arguments import Array, F32Array
+from tilewise.bench.workloads import Batch, Workload
 
 FOLDER = Path(__file__).parents[3] / "benchmarks" / "peers"  # of a checkout; an installed wheel has none
 
 
 class Ready(NamedTuple):
-    """A workload that is ready to be timed: `call()` is what is timed; `fetch` makes [B,H,Tq,D] of what it returns.
+    """A workload that is ready to be timed: `call()` is timed, and `fetch` makes float32 of q's shape of its result.
 
-    `before`, if there is one, runs untimed ahead of every burst of calls.
+    `before`, if there is one, runs untimed ahead of every burst of calls. `seconds(result)` is for a call that times
+    itself.
     """
 
     call: Callable[[], Any]
     fetch: Callable[[Any], F32Array]
     before: Callable[[], None] | None = None
+    seconds: Callable[[Any], float] | None = None
 
 
 # None, or the reason as text, where a variant cannot do a workload
-Prepare = Callable[[Workload, F32Array, F32Array, F32Array], "Ready | str | None"]
+Prepare = Callable[[Any, Array, Array, Array], "Ready | str | None"]
 
 
 class Peer(NamedTuple):
@@ -39,7 +39,12 @@ class Peer(NamedTuple):
     path: Path | None  # None: ours
     isolated: bool
     start: Callable[[int], str]  # (threads) -> its version
-    variants: dict[str, Prepare]
+    variants: Mapping[str, Prepare]
+    batches: Mapping[str, Prepare]  # the variants for a `Batch`
+    types: tuple[str, ...]  # that it computes in
+
+    def variants_for(self, w: Workload) -> Mapping[str, Prepare]:
+        return self.batches if isinstance(w, Batch) else self.variants
 
 
 class Missing(NamedTuple):
@@ -57,7 +62,8 @@ def load_peer(path: Path) -> Peer | Missing:
     reason = module.missing() if hasattr(module, "missing") else None
     if reason:
         return Missing(name, reason)
-    return Peer(name, path, getattr(module, "ISOLATED", False), module.start, module.VARIANTS)
+    batches, types = getattr(module, "BATCHES", {}), getattr(module, "TYPES", ("f32",))
+    return Peer(name, path, getattr(module, "ISOLATED", False), module.start, module.VARIANTS, batches, types)
 
 
 def load_peers(folder: Path, chosen: Sequence[str] = ()) -> tuple[list[Peer], list[Missing]]:
@@ -77,12 +83,3 @@ def _module(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def _ours(w: Workload, q: F32Array, k: F32Array, v: F32Array) -> Ready:
-    arguments = w.arguments
-    return Ready(lambda: tw.attention(q, k, v, **arguments), np.asarray)
-
-
-# Threads and target are knobs, so that what is timed is the call that a user writes.
-OURS = Peer("tilewise", None, False, lambda threads: tw.__version__, {"attention": _ours})

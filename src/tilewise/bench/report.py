@@ -9,6 +9,7 @@ from typing import IO, Any
 
 import tilewise as tw
 from tilewise.bench.runner import NOT_FOR_IT
+from tilewise.bench.workloads import TYPES
 
 FORMAT = 1  # of the JSON file; benchmarks/README.md describes it
 Result = Mapping[str, Any]
@@ -46,6 +47,29 @@ def ratio(result: Result) -> float | None:
     return best["median"] / result["ours"]["median"] if best else None
 
 
+def relative(result: Result, side: str = "ours") -> float | None:
+    """How many times the operations a second of ours beside it; with side "roof", of the roof that limits us."""
+    beside = result.get("beside")
+    if not beside:
+        return None
+    if side == "ours":
+        return figures(result, result["ours"])["gflops"] / figures(beside, beside["ours"])["gflops"]
+    name = {"fma": "flops", "reads": "read"}[limit(result)]
+    return result["roof"][name] / beside["roof"][name] if result["roof"] and beside["roof"] else None
+
+
+def beside_text(result: Result) -> str:
+    """`0.97x W1`, and how the roofs compare where they differ in threads or target."""
+    ratio, roofs = relative(result), relative(result, "roof")
+    if ratio is None:
+        return ""
+    beside = result["beside"]
+    other = [f"x{beside['threads']}"] * (beside["threads"] != result["threads"])
+    other += [beside["target"]] * (beside["target"] != result["target"])
+    text = " ".join([f"{ratio:.2f}x", beside["workload"], *other])
+    return f"{text} (roof {roofs:.2f}x)" if other and roofs else text
+
+
 def summary(result: Result) -> dict[str, Any]:
     """The figures that a reader looks for first; part of the JSON file."""
     best = fastest(result)
@@ -55,6 +79,7 @@ def summary(result: Result) -> dict[str, Any]:
         "limit": limit(result) if result["roof"] else None,
         "fastest_peer": f"{best['peer']} {best['variant']}" if best else None,
         "ratio": ratio(result),
+        "beside": relative(result),
     }
 
 
@@ -112,7 +137,16 @@ def print_result(result: Result, file: IO[str], width: int) -> None:
         table.add_column(head, justify="right", no_wrap=True)
     for x in sorted([result["ours"], *result["peers"]], key=lambda x: float(x["median"])):
         table.add_row(*_cells(result, x), style="bold green" if x is result["ours"] else None)
+    beside = result.get("beside")
+    if beside:
+        name = f"{beside['workload']}: {beside['shape']}, {_threads(beside)}, {beside['target']}"
+        table.add_section()
+        table.add_row(f"tilewise {beside['workload']}", *list(_cells(beside, beside["ours"]))[1:], style="green")
     console.print(table)
+    if beside:
+        console.print(f"  beside: {name}", markup=False, highlight=False)
+        console.print(f"  operations a second: {beside_text(result)}", markup=False, highlight=False)
+        console.print(f"  its roof: {roof_line(beside['roof'])}", markup=False, highlight=False)
     for x in (x for x in result["skipped"] if x["reason"] != NOT_FOR_IT):
         console.print(f"  not timed: {x['peer']} {x['variant']}: {x['reason']}", markup=False, highlight=False)
     console.print(f"  roof: {roof_line(result['roof'])}", markup=False, highlight=False)
@@ -154,6 +188,7 @@ def print_summary(results: Sequence[Result], file: IO[str], width: int) -> None:
         "fastest peer",
         "its time",
         "ratio",
+        "beside",
         "MB",
         "",
     )
@@ -166,8 +201,7 @@ def print_summary(results: Sequence[Result], file: IO[str], width: int) -> None:
         table.add_row(
             result["workload"], str(result["threads"]), duration(result["ours"]["median"]), f"{own['gflops']:.1f}",
             f"{own['gbytes']:.2f}", f"{own['share']:.2f} {limit(result)}" if "share" in own else "",
-            *rival,
-            megabytes(result["ours"]["growth"]), "busy" if result["busy"]["busy"] else "",
+            *rival, beside_text(result), megabytes(result["ours"]["growth"]), "busy" if result["busy"]["busy"] else "",
         )  # fmt: skip
     Console(file=file, width=width).print(table)
 
@@ -200,23 +234,35 @@ def load(path: Path) -> dict[str, Any]:
 
 def markdown(run: Mapping[str, Any]) -> str:
     """The README's table of speed, with the machine, the versions and the command that made it."""
-    heads = ("workload", "shape", "threads", "time", "speed", "of the roof", "fastest peer", "ratio")
-    rows = ["| " + " | ".join(heads) + " |", "|---|---|--:|--:|--:|--:|---|--:|"]
-    rows += ["| " + " | ".join(_markdown_cells(x)) + " |" for x in run["results"]]
+    heads = ["workload", "shape", "threads", "time", "speed", "of the roof", "fastest peer", "ratio"]
+    lines = ["---", "---", "--:", "--:", "--:", "--:", "---", "--:"]
+    besides = [beside_text(x) for x in run["results"]]
+    rows = [list(_markdown_cells(x)) for x in run["results"]]
+    if any(besides):
+        heads, lines = [*heads, "beside"], [*lines, "---"]
+        rows = [[*row, text] for row, text in zip(rows, besides, strict=True)]
+    table = [f"| {' | '.join(heads)} |", f"|{'|'.join(lines)}|", *(f"| {' | '.join(row)} |" for row in rows)]
     peers = "; ".join(f"{name} {version}" for name, version in run["peers"].items())
     x = run["machine"]
     doubtful = [f"{r['workload']} ({_threads(r)})" for r in run["results"] if r["busy"]["busy"]]
     notes = [
-        f"Float32, medians, everybody in turn in one run. {x['cpu']}, {x['caches']}"
+        f"{types(run).capitalize()}, medians, everybody in turn in one run. {x['cpu']}, {x['caches']}"
         + (", a virtual machine" if x["virtual"] else "")
         + f". tilewise {x['tilewise']}, target {run['target']}. Peers: {peers or 'none'}.",
         "The roof is what the same run measured with kernels of its own: float32 multiply-add, or reads of as many "
-        "bytes as the keys and values, whichever is the lower limit. The ratio is the fastest peer's time / ours.",
+        "bytes as the keys and values, whichever is the lower limit. The ratio is the fastest peer's time / ours."
+        + " Beside: our operations a second / those of ours on another workload, in the same rounds."
+        * any(besides),
         f"Made by `{run['command']}`.",
     ]
     if doubtful:
         notes.append(f"The machine was busy during {', '.join(doubtful)}.")
-    return "\n".join([*rows, "", *notes, ""])
+    return "\n".join([*table, "", *notes, ""])
+
+
+def types(run: Mapping[str, Any]) -> str:
+    """Of the inputs in a run, in words."""
+    return ", ".join(sorted({TYPES[x.get("type", "f32")] for x in run["results"]}))
 
 
 def _markdown_cells(result: Result) -> Iterator[str]:

@@ -9,10 +9,12 @@ import pickle
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+import tilewise as tw
 from tilewise.arguments import F32Array
 from tilewise.bench.machine import peak_growth
 from tilewise.bench.peers import Missing, Peer, Ready, load_peer
@@ -30,7 +32,7 @@ class Opened:
     """What came of the first calls of a variant."""
 
     reason: str = ""  # why it cannot be timed; empty: it can
-    result: F32Array | None = None  # [B, H, Tq, D]
+    result: F32Array | None = None  # of q's shape
     first_seconds: float = 0.0
     typical_seconds: float = 0.0
     first_growth: int | None = None  # bytes, above the result
@@ -53,10 +55,11 @@ class Runner(Protocol):
 
 
 class Local:
-    """A peer in this process."""
+    """A peer in this process. With a target it is ours, whose knobs are set around its calls."""
 
-    def __init__(self, peer: Peer, threads: int) -> None:
+    def __init__(self, peer: Peer, threads: int, target: str | None = None) -> None:
         self._peer = peer
+        self._knobs = {"threads": threads, "target": target} if target else {}
         self._ready: dict[str, Ready] = {}
         self._typical: dict[str, float] = {}
         self.version = peer.start(threads)
@@ -65,10 +68,13 @@ class Local:
     def open(self, w: Workload, variant: str) -> Opened:
         """Prepare a variant, call it twice, and say what that gave and took."""
         try:
-            ready = self._peer.variants[variant](w, *inputs(w))
-            if not isinstance(ready, Ready):
-                return Opened(ready or NOT_FOR_IT)
-            return self.add(variant, ready, w.out_bytes)
+            if w.type not in self._peer.types:
+                return Opened(f"computes nothing in {w.type_name}")
+            with tw.config(**self._knobs):
+                ready = self._peer.variants_for(w)[variant](w, *inputs(w))
+                if not isinstance(ready, Ready):
+                    return Opened(ready or NOT_FOR_IT)
+                return self.add(variant, ready, w.out_bytes)
         except (Exception, SystemExit) as error:  # a peer that cannot do a shape is a finding, not the end
             return Opened(one_line(error))
 
@@ -77,7 +83,7 @@ class Local:
         begin = time.perf_counter()
         kept, first_growth = peak_growth(ready.call)
         first = time.perf_counter() - begin
-        array = ready.fetch(kept)
+        array = ready.fetch(kept).copy()  # the next call may write to the same place
         identity = id(kept)
         if ready.before:
             ready.before()
@@ -96,20 +102,16 @@ class Local:
         times: list[float] = []
         if ready.before:
             ready.before()
-        if self._typical[variant] < WARM_BELOW:
-            ready.call()
-        collecting = gc.isenabled()
-        gc.disable()
-        try:
+        with tw.config(**self._knobs), _without_collection():
+            if self._typical[variant] < WARM_BELOW:
+                ready.call()
             while not times or (spent < seconds and len(times) < MOST_CALLS):
                 begin = time.perf_counter()
                 result = ready.call()
-                times.append(time.perf_counter() - begin)
+                elapsed = time.perf_counter() - begin
+                times.append(ready.seconds(result) if ready.seconds else elapsed)
                 del result
-                spent += times[-1]
-        finally:
-            if collecting:
-                gc.enable()
+                spent += elapsed
         return times
 
     def release(self) -> None:
@@ -120,6 +122,17 @@ class Local:
 
     def close(self) -> None:
         self.release()
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 class Remote:

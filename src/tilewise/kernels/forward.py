@@ -96,6 +96,8 @@ class Item:
         """Rows in, spans in ascending order, rows out."""
         b, span, softmax = self.b, self.call["span"], self.softmax
         self.rows_in()
+        if self.shape.streamed:
+            pack.no_places(b, self.shape, self.scratch)
         lo, hi = pack.panel_ranges(b, self.shape, self.scratch, self.padded)
         first, end = lo // span, (hi + span - 1) // span
         if self.shape.partial:  # all keys are of one span; a tile may see none

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from tilewise.kernels.tables import NO_KEY, Fields, Row, Shape, up_to
-from tilewise.simd.builder import BF16, BF16_PAIR, I64, LANES, Bool, Builder, Element, Int, IntLike, Ptr, Vec
+from tilewise.simd.builder import BF16, BF16_PAIR, F32, I64, LANES, Bool, Builder, Element, Int, IntLike, Ptr, Vec
 from tilewise.simd.math import transpose
 from tilewise.visibility import visible_range
 
@@ -87,6 +87,13 @@ def places(b: Builder, call: Row, sequence: Row, k_at: Ptr, v_at: Ptr, t0: Int, 
             b.store_int(target + j, b.load_int(target + lo))
         for j in b.loop(hi, up_to(LANES, hi)):
             b.store_int(target + j, b.load_int(target + (hi - 1)))
+
+
+def no_places(b: Builder, shape: Shape, scratch: Fields) -> None:
+    """Zeros, so that what is asked for ahead of the last keys is the first ones, not what scratch happens to hold."""
+    for at in (scratch.k_at.of(F32), scratch.v_at.of(F32)):
+        for i in b.loop(0, 2 * shape.columns * (I64.size // F32.size), LANES):
+            b.store(at + i, b.vec(0.0))
 
 
 def pack_keys(b: Builder, shape: Shape, source: Ptr, k_at: Ptr, packed: Ptr, lo: Int, hi: Int) -> None:
