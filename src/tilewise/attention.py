@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from tilewise.arguments import Window
-from tilewise.entry import run
-from tilewise.plan import make_plan
+from tilewise.entry import plans, run
 from tilewise.problem import make_problem
 from tilewise.runtime.arena import Arena
 from tilewise.runtime.pool import Pool, pool_for
-from tilewise.simd.target import current_target
 
 
 def attention(
@@ -36,8 +34,9 @@ def attention(
         Values. D and Dv from 1 to 1024.
     causal : bool
         A row at position p sees keys at positions <= p.
-    window : int, optional
-        A row sees its own position and the window - 1 before it. None, 0 or negative: no window.
+    window : int or (left, right), optional
+        A row sees its own position and the window - 1 before it; of a pair, `left` positions before its own and `right`
+        after it, None without a limit. None, 0 or negative: no window.
     scale : float, optional
         Factor of the scores, rounded to float32; D ** -0.5 by default.
     q_offset : int or int array [B], optional
@@ -64,6 +63,21 @@ def attention(
         Where scratch comes from (`scratch_bytes` of it); rewound before return. None: private, freed.
     pool : Pool or int, optional
         Threads: a Pool, a number, or None for the shared default (TILEWISE_THREADS, else this process's cores).
+    softcap : float, optional
+        Scores become softcap * tanh(s / softcap) (Gemma Team, 2024), before anything else happens to them.
+    alibi_slopes : float32 array [H] or [B, H], optional
+        Scores become s - slope * |i - j| of the positions of row and key (Press et al., 2022).
+    mask : bool array, optional
+        True where a row sees a key; any shape that can be broadcast to [B, H, Tq, Tk], by index, not position. Any
+        strides, 0 too, the last axis contiguous.
+    bias : float32, float16 or bfloat16 array, optional
+        Added to the scores; shapes and strides as of mask. -inf hides a key.
+    score : function score(s, b, h, i, j), optional
+        What a score becomes after softcap, of sequence b, query head h and absolute positions i and j, in the words of
+        `tilewise.hooks`; compiled into the kernel, as FlexAttention does (Dong et al., 2024). Hides nothing.
+    keep : function keep(b, h, i, j) -> bool, or BlockMask, optional
+        Whether a row sees a key, likewise; tiles that it hides cost nothing. `block_mask` decides that once for many
+        calls. causal, window, mask, bias and keep hide together what any of them hides.
 
     Returns
     -------
@@ -84,11 +98,13 @@ def attention(
 
 
 def scratch_bytes(
-    q: Any, k: Any, v: Any, *, pool: Pool | int | None = None, arena: Arena | None = None, **arguments: Any
-) -> int:
+    q: Any, k: Any, v: Any, *, pool: Pool | int | None = None, arena: Arena | None = None, score: Any = None,
+    keep: Any = None, **arguments: Any,
+) -> int:  # fmt: skip
     """Exactly what `attention` with the same arguments takes from its arena, in bytes.
 
     It does not depend on the number of keys: it is a slice of (a few rows and two tiles) for each worker.
     """
     problem, _ = make_problem(q, k, v, **arguments)
-    return make_plan(problem, current_target(), pool_for(pool).threads).scratch_bytes
+    parts, _, _ = plans(problem, pool_for(pool).threads, score, keep)
+    return max(plan.scratch_bytes for _, plan in parts)

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from tilewise.arguments import is_aligned
-from tilewise.blockmask import as_block_mask, check_positions
+from tilewise.arguments import Array, is_aligned
+from tilewise.blockmask import BlockMask, as_block_mask, check_positions
 from tilewise.config import current
 from tilewise.errors import InvalidArgument
 from tilewise.kernels.hooks import MAX_TABLES, Hooks, trace
-from tilewise.plan import by_rows, make_plan
+from tilewise.plan import Plan, by_rows, make_plan
 from tilewise.problem import Operands, Problem, check_operands, check_overlaps
 from tilewise.ragged import check_blocks
 from tilewise.runtime.arena import Arena
@@ -61,26 +61,33 @@ def run(
     return o if logsumexp is None else (o, logsumexp)
 
 
-def _prepare(problem: Problem, threads: int, score: Any, keep: Any) -> list[Prepared]:
-    """A call for each class of sequences, with the hooks and all that they captured."""
-    target, scores, blocks, extra = current_target(), None, None, {}
+def plans(
+    problem: Problem, threads: int, score: Any, keep: Any
+) -> tuple[list[tuple[Problem, Plan]], BlockMask | None, dict[str, Array]]:
+    """A plan for each class of sequences, the block mask, and the arrays that the hooks captured."""
+    scores, blocks = None, None
+    tables: list[Array] = []
     if score is not None or keep is not None:
         check_positions(problem)
     if score is not None:
-        scores, arrays = trace("score", score)
-        extra = {f"table{n}": x for n, x in enumerate(arrays)}
+        scores, tables = trace("score", score)
     if keep is not None:
         blocks = as_block_mask(keep)
-        extra |= {f"table{n}": x for n, x in enumerate(blocks.arrays, len(extra))}
-        if len(extra) > MAX_TABLES:
-            raise InvalidArgument(f"score and keep capture {len(extra)} arrays, at most {MAX_TABLES} are possible")
+        tables = [*tables, *blocks.arrays]
+    if len(tables) > MAX_TABLES:
+        raise InvalidArgument(f"score and keep capture {len(tables)} arrays, at most {MAX_TABLES} are possible")
     hooks = Hooks(scores, blocks.hook if blocks else None)
-    calls = []
-    for part in by_rows(problem):
-        plan = make_plan(part, target, threads, hooks)
-        kinds = {"kinds": blocks.kinds(part, plan.shape)} if blocks else {}
-        calls.append(prepare(part, plan, extra | kinds))
-    return calls
+    parts = [(part, make_plan(part, current_target(), threads, hooks)) for part in by_rows(problem)]
+    return parts, blocks, {f"table{n}": x for n, x in enumerate(tables)}
+
+
+def _prepare(problem: Problem, threads: int, score: Any, keep: Any) -> list[Prepared]:
+    """A call for each class of sequences, with the hooks and all that they captured."""
+    parts, blocks, tables = plans(problem, threads, score, keep)
+    return [
+        prepare(part, plan, tables | ({"kinds": blocks.kinds(part, plan.shape)} if blocks else {}))
+        for part, plan in parts
+    ]
 
 
 def _operands(problem: Problem, operands: Operands, out: Any, lse: Any, arguments: dict[str, Any]) -> Operands:

@@ -36,6 +36,9 @@ def attention_varlen(
         matter and a sequence has other numbers of rows and keys.
     out : array [total_q, H, Dv], optional
     lse : float32 array [H, total_q], optional
+    mask, bias : arrays, optional
+        Of a shape that can be broadcast to [H, total_q, keys]: by row of q, and index of the key in its sequence; keys
+        is the most keys of a sequence, or more.
 
     Returns
     -------
@@ -85,6 +88,9 @@ def attention_paged(
         Position of the first key; 0 by default. A cache that dropped its oldest keys says here how many.
     out, lse : arrays, optional
         Of the shapes below.
+    mask, bias : arrays, optional
+        Of a shape that can be broadcast to [B, H, Tq, keys], or [H, total_q, keys] with cu_seqlens_q: by row of q, and
+        index of the key in its sequence; keys is the largest kv_len, or more.
 
     Returns
     -------

@@ -84,8 +84,8 @@ def attention_fixture(example: Example, target: Target) -> Fixture:
     """An example as a fixture for a target: its work items are claimed one a call by `example.workers` workers."""
     options = {**example.options, "return_lse": True}
     if example.page_size:
-        arrays, further = example.paged()
-        problem, operands = make_paged_problem(*arrays, **further, **options)
+        (q, k_pages, v_pages), further = example.paged()
+        problem, operands = make_paged_problem(q, k_pages, v_pages, **further, **options)
     else:
         problem, operands = make_problem(*example.arrays, **options)
     plan = make_plan(problem, target, example.workers)

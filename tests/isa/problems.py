@@ -37,15 +37,15 @@ class Example:
             for b in range(B):
                 for j in range(Tk):
                     target[block_table[b, j // size], j % size] = x[b, :, j]
-        return (q, *pages), {"block_table": block_table, "kv_len": Tk}
+        return (q, pages[0], pages[1]), {"block_table": block_table, "kv_len": Tk}
 
     def run(self, **changes: Any) -> tuple[F32Array, F32Array]:
         """(o, lse) by the library, on this machine and in one thread."""
         options = {"pool": 1, "return_lse": True, **self.options, **changes}
         if not self.page_size:
             return tw.attention(*self.arrays, **options)  # type: ignore[no-any-return]
-        operands, further = self.paged()
-        return tw.attention_paged(*operands, **further, **options)  # type: ignore[no-any-return]
+        (q, k_pages, v_pages), further = self.paged()
+        return tw.attention_paged(q, k_pages, v_pages, **further, **options)  # type: ignore[no-any-return]
 
 
 def arrays(

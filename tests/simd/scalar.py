@@ -92,6 +92,19 @@ def maximum(x: int, y: int) -> int:
     return x if greater(x, y) else y
 
 
+def quotient(x: int, y: int) -> int:
+    """x / y of int32 towards zero; 0 where y is 0."""
+    if y == 0:
+        return 0
+    size = abs(x) // abs(y)
+    return int32(size if (x < 0) == (y < 0) else -size)
+
+
+def rest(x: int, y: int) -> int:
+    """What that division leaves; 0 where y is 0."""
+    return int32(x - y * quotient(x, y)) if y else 0
+
+
 def int32(x: int) -> int:
     """x reduced to 32 bits, signed."""
     return (x + (1 << 31)) % (1 << 32) - (1 << 31)

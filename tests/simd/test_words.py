@@ -29,6 +29,7 @@ from tests.simd.support import (
     random_bits,
     run,
 )  # fmt: skip
+from tests.simd.test_integer_words import MEMORY_OF_INTEGERS
 from tests.simd.test_memory import MEMORY_WORDS
 from tilewise.simd.builder import LANES, WORDS, Bool, Builder, Int, IVec, Mask, Ptr, Vec
 from tilewise.simd.interp import NumpyBuilder
@@ -106,6 +107,16 @@ def pairs_of_int32() -> list[Any]:
         *itertools.product(INT32, INT32),
         *((int(x), int(y)) for x, y in RNG.integers(-(1 << 31), 1 << 31, (300, 2))),
     ]
+
+
+def pairs_of_small_int32() -> list[Any]:
+    """Of every sign, with divisors that go in, do not, and are 0."""
+    small = range(-7, 8)
+    return [*pairs_of_int32(), *itertools.product(small, small), *((x, y) for x in INT32 for y in small)]
+
+
+def masked_int32() -> list[Any]:
+    return [(x % 3 == 0, *pair) for x, pair in enumerate(pairs_of_int32())]
 
 
 def masks() -> list[Any]:
@@ -191,6 +202,16 @@ CASES: dict[str, Case] = {
     "nadd": Case(lambda b, x, y: x + y, lambda x, y: scalar.int32(x + y), pairs_of_int32),
     "nsub": Case(lambda b, x, y: x - y, lambda x, y: scalar.int32(x - y), pairs_of_int32),
     "nand": Case(lambda b, x, y: x & y, lambda x, y: x & y, pairs_of_int32),
+    "splat": Case(
+        lambda b, x: b.splat(x), lambda x: [scalar.int32(x)] * LANES, lambda: [(x,) for x, _ in any_integers()],
+        by_lane=False,
+    ),
+    "nmul": Case(lambda b, x, y: x * y, lambda x, y: scalar.int32(x * y), pairs_of_int32),
+    "ndiv": Case(lambda b, x, y: x // y, scalar.quotient, pairs_of_small_int32),
+    "nrem": Case(lambda b, x, y: x % y, scalar.rest, pairs_of_small_int32),
+    "nlt": Case(lambda b, x, y: x < y, lambda x, y: x < y, pairs_of_int32),
+    "neq": Case(lambda b, x, y: x.equals(y), lambda x, y: x == y, pairs_of_int32),
+    "nwhere": Case(lambda b, m, x, y: b.where_ints(m, x, y), lambda m, x, y: x if m else y, masked_int32),
     "shl": Case(lambda b, x, n: x << n, lambda x, n: scalar.int32(x << n), one_int32, tuple(range(32))),
     "shr": Case(lambda b, x, n: x >> n, lambda x, n: scalar.int32(bits_below(x) >> n), one_int32, tuple(range(32))),
     "between": Case(
@@ -199,6 +220,7 @@ CASES: dict[str, Case] = {
     ),
     "mand": Case(lambda b, x, y: x & y, lambda x, y: x and y, masks),
     "mor": Case(lambda b, x, y: x | y, lambda x, y: x or y, masks),
+    "mnot": Case(lambda b, x: ~x, lambda x: not x, whole_masks),
     "any": Case(lambda b, m: b.any(m), any, whole_masks, by_lane=False),
     "all": Case(lambda b, m: b.all(m), all, whole_masks, by_lane=False),
 }  # fmt: skip
@@ -310,8 +332,9 @@ def test_case_says_its_word(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_word_has_a_test() -> None:
-    assert not CASES.keys() & MEMORY_WORDS.keys()
-    assert CASES.keys() | MEMORY_WORDS.keys() == WORDS.keys()
+    tables = (CASES, MEMORY_WORDS, MEMORY_OF_INTEGERS)
+    assert sum(map(len, tables)) == len(WORDS)
+    assert set().union(*tables) == WORDS.keys()
 
 
 def test_inputs_reach_the_hard_cases() -> None:

@@ -36,6 +36,11 @@ class Captured:
         self._replaced: dict[int, tuple[Any, Any]] = {}  # by identity: what was replaced, which so stays alive
         self.function = self._without_arrays(function)
 
+    @property
+    def codes(self) -> set[types.CodeType]:
+        """Of the function and of those that it may call."""
+        return {new.__code__ for _, new in self._replaced.values() if isinstance(new, types.FunctionType)}
+
     def call(self, pointers: list[Ptr], *arguments: Any) -> Any:
         """Call the function, with its tables at these addresses."""
         with _set(_CURRENT, self), _set(POINTERS, pointers):

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import linecache
-import types
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from tilewise.errors import InvalidArgument
-from tilewise.kernels.captured import Captured, is_full
+from tilewise.kernels.captured import Captured
 from tilewise.kernels.traced import Table, Traced, TraceError, lift
 from tilewise.simd.builder import Builder, Int, Mask, Ptr, Vec
 from tilewise.simd.text import TextBuilder
@@ -76,6 +74,7 @@ def trace(kind: str, function: Any) -> tuple[Hook, list[np.ndarray[Any, Any]]]:
     """
     if not callable(function):
         raise TypeError(f"{kind} must be a function, got {type(function).__name__}")
+    captured = None
     try:
         captured = Captured(function)
         attributes = len(captured.tables)
@@ -84,7 +83,7 @@ def trace(kind: str, function: Any) -> tuple[Hook, list[np.ndarray[Any, Any]]]:
         if len(captured.tables) > attributes:  # found while it ran: are they the same arrays when it runs again?
             _text(kind, captured)
     except Exception as failure:
-        raise InvalidArgument(f"{kind} cannot be traced: {_where(failure, function)}{failure}") from failure
+        raise InvalidArgument(f"{kind} cannot be traced: {_where(failure, captured)}{failure}") from failure
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     return Hook(kind, digest, captured, "SEQUENCE" in text, "HEAD" in text), captured.arrays
 
@@ -103,26 +102,13 @@ def _text(kind: str, captured: Captured) -> str:
     return "\n".join([*b.lines, f"return {result.raw}", *(f"{t.shape} {t.kind}" for t in captured.tables)])
 
 
-def _where(failure: BaseException, function: Any) -> str:
+def _where(failure: BaseException, captured: Captured | None) -> str:
     """The line of the user's code that failed."""
-    ours = _codes(function, set())
     found, entry = "", failure.__traceback__
     while entry is not None:
         code = entry.tb_frame.f_code
-        if code in ours:
+        if captured and code in captured.codes:
             line = linecache.getline(code.co_filename, entry.tb_lineno).strip()
             found = f"line {entry.tb_lineno} of {code.co_filename}: {line}: "
         entry = entry.tb_next
-    return found
-
-
-def _codes(function: Any, found: set[types.CodeType]) -> set[types.CodeType]:
-    """The code of a function and of all that it captured."""
-    if isinstance(function, functools.partial):
-        return _codes(function.func, found)
-    if isinstance(function, types.FunctionType) and function.__code__ not in found:
-        found.add(function.__code__)
-        for cell in function.__closure__ or ():
-            if is_full(cell):
-                _codes(cell.cell_contents, found)
     return found

@@ -256,7 +256,7 @@ class Table:
             return Table(self.shape, self.kind, self.number, indices)
         pointers = POINTERS.get()
         if self.number >= len(pointers):
-            raise TraceError("a captured array was used outside of its kernel, or too many are captured")
+            raise TraceError(f"more than {len(pointers)} arrays are captured")
         p = pointers[self.number].of(F32 if self.kind == "f" else I32)
         entry = self._at(p.b, [lift(p.b, x) for x in indices], p)
         return entry != 0 if self.kind == "b" else entry
@@ -294,7 +294,7 @@ def lift(b: Builder, x: Any) -> Traced:
     if isinstance(x, (bool, np.bool_)):
         return Traced(b, b.between(0, LANES if x else 0))
     if isinstance(x, (numbers.Integral, np.integer)):
-        if not -(1 << 31) <= x < 1 << 31:
+        if not -(1 << 31) <= int(x) < 1 << 31:
             raise TraceError(f"integers of hooks have 32 bits, got {x}")
         return Traced(b, b.integer(int(x)))
     if isinstance(x, (numbers.Real, np.floating)):
