@@ -40,8 +40,8 @@ def attention(
     scale : float, optional
         Factor of the scores, rounded to float32; D ** -0.5 by default.
     q_offset : int or int array [B], optional
-        Position of the first query row. None means 0, and is refused where positions matter (causal or window) and the
-        number of keys is not Tq or k_offset is not 0.
+        Position of the first query row. None means 0, and is refused where positions matter (causal, window, ALiBi,
+        score, keep) and the number of keys is not Tq or k_offset is not 0.
     sinks : float32 array [H], optional
         A logit for each query head that joins the denominator (and lse) without a value.
     return_lse : bool
@@ -105,6 +105,6 @@ def scratch_bytes(
 
     It does not depend on the number of keys: it is a slice of (a few rows and two tiles) for each worker.
     """
-    problem, _ = make_problem(q, k, v, **arguments)
+    problem, _ = make_problem(q, k, v, hooks=score is not None or keep is not None, **arguments)
     parts, _, _ = plans(problem, pool_for(pool).threads, score, keep)
     return max(plan.scratch_bytes for _, plan in parts)

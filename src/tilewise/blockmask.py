@@ -94,8 +94,8 @@ def as_block_mask(keep: Any) -> BlockMask:
 
 
 def check_positions(problem: Problem) -> None:
-    """Hooks compute with positions of 32 bits."""
+    """Hooks and ALiBi compute with positions of 32 bits."""
     ends = (problem.q_offset + problem.rows, problem.k_offset + problem.kv_len)
     largest = max(int(x.max(initial=0)) for x in ends)
     if largest > LARGEST_POSITION:
-        raise InvalidArgument(f"score and keep need positions up to {LARGEST_POSITION}, got {largest}")
+        raise InvalidArgument(f"alibi_slopes, score and keep need positions up to {LARGEST_POSITION}, got {largest}")

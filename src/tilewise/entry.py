@@ -48,7 +48,8 @@ def run(
         if out is not None or lse is not None or problem.further_operands:
             operands = _operands(problem, operands, out, lse, arguments)
     else:
-        problem, operands = make(q, k, v, sinks=sinks, out=out, lse=lse, **arguments)
+        hooks = score is not None or keep is not None
+        problem, operands = make(q, k, v, sinks=sinks, out=out, lse=lse, hooks=hooks, **arguments)
         calls = _prepare(problem, workers.threads, score, keep)
         if key and problem.B <= _REMEMBERED_BATCH:
             if len(_memory) >= _REMEMBERED:
@@ -67,7 +68,7 @@ def plans(
     """A plan for each class of sequences, the block mask, and the arrays that the hooks captured."""
     scores, blocks = None, None
     tables: list[Array] = []
-    if score is not None or keep is not None:
+    if score is not None or keep is not None or problem.slopes_view is not None:
         check_positions(problem)
     if score is not None:
         scores, tables = trace("score", score)

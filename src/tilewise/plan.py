@@ -129,8 +129,7 @@ def _rows(problem: Problem) -> int:
     """Rows a work item: what br asks for, or as many as repay packing and fit the cache; no more than there are."""
     row_floats = problem.D + 2 * problem.Dv
     wanted = problem.br * problem.group if problem.br else min(ROWS, max(LANES, ROW_FLOATS // row_floats))
-    if wanted > LANES:
-        wanted = up_to(LANES, wanted)
+    wanted = up_to(LANES, wanted) if wanted > LANES else next(p for p in PANELS if wanted <= p)  # in whole panels
     return max(1, min(wanted, int(problem.rows.max(initial=0)) * problem.group))
 
 

@@ -154,7 +154,7 @@ DENSE = Axes(sequence=0, row=2, head=1)  # [B, H, T, D], and lse [B, H, Tq]
 def make_problem(
     q: Any, k: Any, v: Any, *, q_offset: Any = None, kv_start: Any = None, kv_len: Any = None, k_offset: Any = None,
     sinks: Any = None, alibi_slopes: Any = None, bias: Any = None, mask: Any = None, out: Any = None, lse: Any = None,
-    **options: Any,
+    hooks: bool = False, **options: Any,
 ) -> tuple[Problem, Operands]:  # fmt: skip
     """Check every argument of `tilewise.attention`; see there for their meaning and the errors."""
     q, k, v = (arguments.tensor(name, x, 4) for name, x in (("q", q), ("k", k), ("v", v)))
@@ -168,7 +168,8 @@ def make_problem(
     chosen = check_options(D, lse=lse, **options)
     start, length, k_offset = _keys(B, Tk, kv_start, kv_len, k_offset)
     rows = np.full(B, Tq, np.int64)
-    q_offset = query_offset(q_offset, rows, length, k_offset, chosen)
+    matters = positions_matter(chosen, alibi_slopes, hooks)
+    q_offset = query_offset(q_offset, rows, length, k_offset, matters)
     batch = np.arange(B, dtype=np.int64)
     operands = check_operands(q, k, v, sinks, out, lse, (B, H, Tq, Dv), (B, H, Tq))
     variants, operands = check_variants(operands, alibi_slopes, bias, mask, B, (B, H, Tq), Tk, exact=True)
@@ -330,16 +331,22 @@ def _keys(B: int, Tk: int, kv_start: Any, kv_len: Any, k_offset: Any) -> tuple[I
     return start, length, arguments.per_sequence("k_offset", 0 if k_offset is None else k_offset, B)
 
 
-def query_offset(x: Any, rows: I64Array, kv_len: I64Array, k_offset: I64Array, chosen: dict[str, Any]) -> I64Array:
+def positions_matter(chosen: dict[str, Any], alibi_slopes: Any, hooks: bool) -> bool:
+    """Whether what a row gives depends on its position; `hooks`: whether there is a score or keep function."""
+    return bool(chosen["causal"] or chosen["window"] is not None or alibi_slopes is not None or hooks)
+
+
+def query_offset(x: Any, rows: I64Array, kv_len: I64Array, k_offset: I64Array, matters: bool) -> I64Array:
     """The position of each sequence's first query row: as given, or 0 where nothing else can be meant."""
     if x is not None:
         return arguments.per_sequence("q_offset", x, len(kv_len))
     unclear = (kv_len != rows) | (k_offset != 0)
-    if (chosen["causal"] or chosen["window"] is not None) and unclear.any():
+    if matters and unclear.any():
         b = int(np.argmax(unclear))
         raise InvalidArgument(
             f"q_offset must be given: sequence {b} has {rows[b]} query rows and {kv_len[b]} keys from position "
-            f"{k_offset[b]}, so causal or window needs the position of its first query row. Common answers: "
+            f"{k_offset[b]}, so causal, window, ALiBi, score or keep needs the position of its first query row. "
+            f"Common answers: "
             f"q_offset = 0 (top-left: rows and keys both start at position 0), "
             f"q_offset = Tk - Tq (bottom-right: the rows are the last of the keys)"
         )

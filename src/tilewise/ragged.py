@@ -19,6 +19,7 @@ from tilewise.problem import (
     check_options,
     check_variants,
     layout,
+    positions_matter,
     query_offset,
     view,
 )
@@ -31,7 +32,7 @@ PAGED = Axes(sequence=0, row=1, head=2)  # [pages, page_size, Hkv, D]
 def make_varlen_problem(
     q: Any, k: Any, v: Any, *, cu_seqlens_q: Any, cu_seqlens_k: Any, q_offset: Any = None, k_offset: Any = None,
     sinks: Any = None, alibi_slopes: Any = None, bias: Any = None, mask: Any = None, out: Any = None, lse: Any = None,
-    **options: Any,
+    hooks: bool = False, **options: Any,
 ) -> tuple[Problem, Operands]:  # fmt: skip
     """Check every argument of `tilewise.attention_varlen`; see there for their meaning and the errors."""
     q, k, v = (arguments.tensor(name, x, 3) for name, x in (("q", q), ("k", k), ("v", v)))
@@ -47,7 +48,8 @@ def make_varlen_problem(
         raise ShapeError(f"cu_seqlens_q has {len(q_start) - 1} sequences and cu_seqlens_k {len(k_start) - 1}")
     rows, length = np.diff(q_start), np.diff(k_start)
     k_offset = arguments.per_sequence("k_offset", 0 if k_offset is None else k_offset, len(rows))
-    q_offset = query_offset(q_offset, rows, length, k_offset, chosen)
+    matters = positions_matter(chosen, alibi_slopes, hooks)
+    q_offset = query_offset(q_offset, rows, length, k_offset, matters)
     o_shape, lse_shape = (total_q, H, Dv), (H, total_q)
     operands = check_operands(q, k, v, sinks, out, lse, o_shape, lse_shape)
     most = int(length.max(initial=0))
@@ -66,7 +68,7 @@ def make_varlen_problem(
 def make_paged_problem(
     q: Any, k_pages: Any, v_pages: Any, *, block_table: Any, kv_len: Any, cu_seqlens_q: Any = None,
     q_offset: Any = None, k_offset: Any = None, sinks: Any = None, alibi_slopes: Any = None, bias: Any = None,
-    mask: Any = None, out: Any = None, lse: Any = None, **options: Any,
+    mask: Any = None, out: Any = None, lse: Any = None, hooks: bool = False, **options: Any,
 ) -> tuple[Problem, Operands]:  # fmt: skip
     """Check every argument of `tilewise.attention_paged`; see there for their meaning and the errors."""
     q = arguments.tensor("q", q, 4 if cu_seqlens_q is None else 3)

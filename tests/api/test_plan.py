@@ -42,10 +42,10 @@ def plan(
         ({"Tq": 3, "H": 4}, 12),  # all heads of a group
         ({"Tq": 200, "H": 6, "Hkv": 2}, 384),
         ({"Tq": 100, "H": 6, "Hkv": 2}, 300),
-        ({"Tq": 100, "br": 3}, 3),
+        ({"Tq": 100, "br": 3}, 4),  # in whole panels
         ({"Tq": 100, "br": 16}, 16),
-        ({"Tq": 100, "br": 17}, 32),  # in whole panels, once it is more than one
-        ({"Tq": 100, "br": 3, "H": 4}, 12),
+        ({"Tq": 100, "br": 17}, 32),
+        ({"Tq": 100, "br": 3, "H": 4}, 16),
         ({"Tq": 100, "br": 5, "H": 4}, 32),
         ({"Tq": 5, "br": 8}, 5),
         ({"Tq": 1000, "br": 1000}, 1000),  # what is asked for, whatever the cache

@@ -45,7 +45,8 @@ def test_tokens_are_those_of_eager(name: str, monkeypatch: pytest.MonkeyPatch) -
         got = batch(ours)
     assert len(steps) > 2 * GREEDY["max_new_tokens"] - 2  # two layers, at least a step a token
     assert max(steps) > len(REQUESTS)  # prompts were in the same steps as tokens
-    assert got == batch(eager)
+    if name != "gemma2":  # whose soft cap transformers' own paged attention leaves out
+        assert got == batch(eager)
     alone = [eager.generate(torch.tensor([ids]), **GREEDY)[0, len(ids) :].tolist() for ids in REQUESTS]
     assert got == alone
 
@@ -67,11 +68,13 @@ def test_everything_is_as_before_afterwards() -> None:
     assert ours.config._attn_implementation == "tilewise"
 
 
-def test_refusals_come_out() -> None:
-    model = tiny.decoder(T.LlamaConfig(**tiny.COMMON, attention_dropout=0.1), "tilewise")
-    model.model.layers[1].self_attn.train()  # else generate_batch would call eval()
+def test_refusals_come_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    paged = frontend.paged_attention
+    asked = {"output_attentions": True}  # as no model of the list asks for what is refused
+    monkeypatch.setattr(frontend, "paged_attention", lambda *a, **options: paged(*a, **{**options, **asked}))
+    model = tiny.decoder(tiny.CONFIGS["llama"](), "tilewise")
     with (
-        pytest.raises(NotImplementedError, match="LlamaAttention needs dropout"),
+        pytest.raises(NotImplementedError, match="LlamaAttention needs the attention weights as an output"),
         frontend.continuous_batching(model),
     ):
         batch(model)

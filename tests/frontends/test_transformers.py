@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import tilewise as tw
+from tilewise.errors import ShapeError
 
 torch = pytest.importorskip("torch")
 T = pytest.importorskip("transformers")
@@ -295,6 +296,8 @@ def test_the_plan_of_a_decode_step_is_made_once_in_64_keys(monkeypatch: pytest.M
             layer(q[:, :, i : i + 1], *cache, i, mask=real[:, : i + 1], **options)[:, :, 0], whole[:, :, i]
         )
     assert len(made) == 3
+    with pytest.raises(ShapeError, match="same KV heads and keys"):  # also where a plan is there
+        layer(q[:, :, :1], k[:, :, :100].clone(), v[:, :, :99].clone(), 99, mask=real[:, :100], **options)
 
 
 def test_threads_knobs_and_a_second_caller_at_once() -> None:

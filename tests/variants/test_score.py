@@ -250,7 +250,7 @@ def test_arrays_of_integers_and_truth_values(dtype: Any) -> None:
     assert_same_bits(call().run(score=lambda s, b, h, i, j: s + floats[j]), call().run(score=score))
 
 
-@pytest.mark.parametrize("far", [3, 16, 17, 40, 1000])
+@pytest.mark.parametrize("far", [3, 16, 17, 1000])
 def test_an_index_beyond_an_end_is_the_end(far: int) -> None:
     """A row of keys at once (one load), an index a lane (a gather), one index for all lanes. Compiled for one size."""
     table = GLOBAL[0, :50].copy()

@@ -268,9 +268,9 @@ def test_an_error_of_the_function_itself_is_kept() -> None:
 
 
 def test_scratch_bytes_takes_what_attention_takes() -> None:
-    c, arena = call(), tw.Arena()
+    c = call()
     for options in ({"keep": hooks.causal}, {"score": hooks.softcap(3.0)}, {"mask": DENSE}):
-        arguments = c.arguments(**options)
+        arguments, arena = c.arguments(**options), tw.Arena()
         expected = tw.scratch_bytes(c.q, c.k, c.v, pool=1, **arguments)
         tw.attention(c.q, c.k, c.v, pool=1, arena=arena, **arguments)
         assert arena.high_water == expected

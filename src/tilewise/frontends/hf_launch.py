@@ -173,7 +173,8 @@ def _ready(calls: Calls, layer: Layer, out: Any, threads: int, key: tuple[Any, .
     knobs = current()
     options = {"scale": layer.scale, "softcap": layer.softcap}
     dense = calls.mask is not None or layer.bias is not None
-    if not calls.step or dense or knobs.debug or knobs.check >= 2 or not layer.k.numel():
+    whole = layer.k.numel() and layer.k.shape[2] == layer.v.shape[2]  # else it is for make_problem to refuse
+    if not calls.step or dense or knobs.debug or knobs.check >= 2 or not whole:
         made, operands = [], _operands(calls, layer, out)
         for (causal, window), parts in calls.parts.items():
             problem = _problem(operands, parts, causal=causal, window=window, **options)
