@@ -60,9 +60,12 @@ HOLES = CAUSAL & (random(B, 1, N, N, seed=9) > -0.5)
 HOLES[..., 0] = True  # so that no row sees nothing
 HEADS = CAUSAL & (random(1, H, N, N, seed=8) > 0.5)
 HEADS[..., 0] = True
+LONGER = torch.arange(N).expand(1, H, 1, N) < torch.tensor([20, 30, 50, 70])[None, :, None, None]  # the later heads
 
 
-@pytest.mark.parametrize("visible", [HOLES, HOLES[:1], HEADS, HOLES[:, :, -1:]], ids=["holes", "one", "heads", "row"])
+@pytest.mark.parametrize(
+    "visible", [HOLES, HOLES[:1], HEADS, LONGER, HOLES[:, :, -1:]], ids=["holes", "one", "heads", "longer", "row"]
+)
 def test_masks_with_holes(qkv: Any, visible: Any) -> None:
     want = eager(qkv, torch.where(visible, 0.0, MIN))
     got = ours(qkv, visible)
