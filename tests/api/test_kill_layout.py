@@ -180,8 +180,8 @@ def test_limits_are_inclusive() -> None:
         ({"scale": float("inf")}, "scale must be finite in float32, got inf"),
         ({"causal": True, "q_offset": None},
          "q_offset must be given: sequence 0 has 5 query rows and 7 keys from position 0, so causal, window, ALiBi, "
-         "score or keep needs the position of its first query row. Common answers: q_offset = 0 (top-left: rows and keys both start at "
-         "position 0), q_offset = Tk - Tq (bottom-right: the rows are the last of the keys)"),
+         "score or keep needs the position of its first query row. Common answers: q_offset = 0 (top-left: rows and "
+         "keys both start at position 0), q_offset = Tk - Tq (bottom-right: the rows are the last of the keys)"),
     ],
     ids=lambda x: "" if isinstance(x, str) else " ".join(x),
 )  # fmt: skip
