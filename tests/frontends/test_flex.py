@@ -134,8 +134,8 @@ def test_bits_of_ranges() -> None:
     """A mask_mod hides what an argument of attention would, bit by bit."""
     q, k, v = inputs()
     own = tt.create_block_mask(MASKS["sliding window"], None, None, TQ, TK)
-    same_bits(tt.flex_attention(q, k, v, block_mask=own, enable_gqa=True), tt.attention(q, k, v, keep=own))
-    same_bits(tt.attention(q, k, v, keep=own), tt.attention(q, k, v, causal=True, window=LIMIT, q_offset=0))
+    same_bits(tt.flex_attention(q, k, v, block_mask=own, enable_gqa=True), tt.attention(q, k, v, q_offset=0, keep=own))
+    same_bits(tt.attention(q, k, v, q_offset=0, keep=own), tt.attention(q, k, v, causal=True, window=LIMIT, q_offset=0))
     plain = tw.block_mask(causal)
     same_bits(
         tt.flex_attention(q, k, v, block_mask=plain, enable_gqa=True), tt.attention(q, k, v, causal=True, q_offset=0)
@@ -312,7 +312,7 @@ def test_threads_move_no_bit() -> None:
     q, k, v = inputs()
     own = tt.create_block_mask(packed, B, None, TQ, TK)
     options = {"score": SCORES["relative bias"], "keep": own, "return_lse": True}
-    same_bits(tt.attention(q, k, v, pool=1, **options), tt.attention(q, k, v, pool=3, **options))
+    same_bits(*(tt.attention(q, k, v, q_offset=0, pool=threads, **options) for threads in (1, 3)))
     rows = [tt.attention(q[:, :, i : i + 1], k, v, q_offset=i, **options) for i in range(TQ)]
-    same_bits(torch.cat([row[0] for row in rows], 2), tt.attention(q, k, v, **options)[0])
+    same_bits(torch.cat([row[0] for row in rows], 2), tt.attention(q, k, v, q_offset=0, **options)[0])
     assert np.isfinite(rows[0][1].numpy()).all()
