@@ -78,7 +78,7 @@ def bytes_moved(problem: Problem) -> int:
     _, hi = seen_from(problem.q_offset + problem.rows - 1)
     keys = int(np.where(problem.rows > 0, np.maximum(hi - lo, 0), 0).sum())
     rows = int(problem.rows.sum()) * problem.H
-    size = {name: SIZE[view.type] for name, view in problem.views.items()}
+    size = {name: SIZE[problem.views[name].type] for name in problem.views.keys() & {"q", "k", "v", "o", "lse"}}
     row = problem.D * size["q"] + problem.Dv * size["o"] + size.get("lse", 0)
     return rows * row + keys * problem.Hkv * (problem.D * size["k"] + problem.Dv * size["v"])
 
