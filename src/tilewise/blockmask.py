@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tilewise.errors import InvalidArgument, KernelError
+from tilewise.errors import InvalidArgument
 from tilewise.kernels.blocks import BLOCKS, blocks_kernel
 from tilewise.kernels.hooks import Hook, trace
 from tilewise.kernels.tables import Shape
 from tilewise.problem import Problem
-from tilewise.runtime.launch import address_of
-from tilewise.simd.jit import executable
+from tilewise.runtime.launch import run_once
 
 LARGEST_POSITION = 1 << 30  # hooks compute with integers of 32 bits
 _REMEMBERED = 16  # layouts of calls
@@ -54,17 +53,14 @@ class BlockMask:
         for target, x in zip(spread, (rows, q_offset, first), strict=True):
             target[index if sequences > 1 else slice(None)] = x
         kinds = np.zeros((sequences, heads, panels, tiles), np.uint8)
-        table = dict.fromkeys(BLOCKS, 0) | {
+        numbers = {
             "sequences": sequences, "heads": heads, "panels": panels, "tiles": tiles, "panel": shape.panel,
             "group": problem.group,
         }  # fmt: skip
-        for name, x in zip(("rows_of", "q_offset", "first_key"), spread, strict=True):
-            table[name] = address_of(x)
-        for name, x in (("kinds", kinds), *((f"table{n}", x) for n, x in enumerate(self.arrays))):
-            table[name], table[name + "_hi"] = address_of(x), address_of(x) + x.nbytes
-        cells = np.array(list(table.values()), np.int64)
-        if kinds.size and (fault := executable(blocks_kernel(self.hook, shape.Bc))(address_of(cells), 0)):
-            raise KernelError(f"blocks of {self.hook.digest}: access out of bounds at {fault:#x}")
+        arrays = dict(zip(("rows_of", "q_offset", "first_key"), spread, strict=True)) | {"kinds": kinds}
+        arrays |= {f"table{n}": x for n, x in enumerate(self.arrays)}
+        if kinds.size:
+            run_once(blocks_kernel(self.hook, shape.Bc), BLOCKS, numbers, arrays)
         return kinds
 
 

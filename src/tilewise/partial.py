@@ -16,16 +16,15 @@ import numpy as np
 
 from tilewise import arguments
 from tilewise.arguments import BFLOAT16, MAX_POSITION, SIZE, Array, F32Array, I64Array, Window, float32_bits
-from tilewise.errors import InvalidArgument, KernelError, ShapeError
+from tilewise.errors import InvalidArgument, ShapeError
 from tilewise.kernels.merge import merge_kernel, merge_shape
 from tilewise.kernels.tables import MERGE
 from tilewise.plan import make_plan
 from tilewise.problem import MAX_BC, MAX_HEAD_DIM, Operands, Problem, View, make_problem
 from tilewise.runtime.arena import Arena, aligned
-from tilewise.runtime.launch import address_of, launch, prepare
+from tilewise.runtime.launch import launch, prepare, run_once
 from tilewise.runtime.pool import Pool, pool_for
 from tilewise.simd.builder import LANES
-from tilewise.simd.jit import executable
 from tilewise.simd.target import current_target
 from tilewise.visibility import bounds, visible_range
 
@@ -77,16 +76,12 @@ class Partial:
         sinks = None if self.sinks is None else np.repeat(self.sinks, Tq)
         shape = merge_shape(Dv, self.type)
         scratch = aligned(shape.worker_bytes(LANES))
-        table = dict.fromkeys(MERGE, 0) | {"sequences": B, "spans": spans, "rows": H * Tq}
-        a, stats = np.ascontiguousarray(self.a), np.ascontiguousarray(self.stats)
-        for name, x in (("a", a), ("stats", stats), ("sinks", sinks), ("seen", seen), ("o", o), ("lse", lse)):
-            if x is not None:
-                table[name] = address_of(x)
-                table[name + "_hi"] = table[name] + x.nbytes
-        table["scratch"] = address_of(scratch)
-        cells = np.array(list(table.values()), np.int64)
-        if fault := executable(merge_kernel(shape))(address_of(cells), 0):
-            raise KernelError(f"merge: access out of bounds at {fault:#x}")
+        numbers = {"sequences": B, "spans": spans, "rows": H * Tq}
+        arrays = {
+            "a": np.ascontiguousarray(self.a), "stats": np.ascontiguousarray(self.stats), "sinks": sinks, "seen": seen,
+            "o": o, "lse": lse, "scratch": scratch,
+        }  # fmt: skip
+        run_once(merge_kernel(shape), MERGE, numbers, arrays)
         return o, lse
 
     def to_bytes(self) -> bytes:

@@ -152,7 +152,7 @@ def test_checked() -> None:
 def test_a_fault_of_the_merge_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel returns the address of an access out of bounds."""
     p = part(PROBLEMS["sinks"], 0, 90)
-    monkeypatch.setattr("tilewise.partial.executable", lambda kernel: lambda table, worker: 0xBAD)
+    monkeypatch.setattr("tilewise.runtime.launch.executable", lambda kernel: lambda table, worker: 0xBAD)
     with pytest.raises(tw.KernelError, match="0xbad"):
         p.finish()
 

@@ -23,8 +23,7 @@ from tilewise.kernels.tables import CALL, CALL_INDEX, SEQUENCE, SEQUENCE_INDEX, 
 from tilewise.plan import by_rows, make_plan
 from tilewise.problem import Operands, Problem, make_problem
 from tilewise.runtime.arena import aligned
-from tilewise.runtime.launch import BASES, Prepared, address_of, launch, prepare
-from tilewise.runtime.launch import _work as work
+from tilewise.runtime.launch import BASES, Prepared, address_of, launch, prepare, run_workers
 from tilewise.runtime.pool import Pool, pool_for
 from tilewise.simd.target import current_target
 
@@ -126,7 +125,7 @@ class _Table:
         for cell, offset, which in self.fills:
             cells[cell] = offset + addresses[which]
         if self.workers > 1:
-            work(self.call, self.tables, pool)
+            run_workers(self.call, self.tables, pool)
             return
         while cells[_COUNTER] < self.items:  # a run of the kernel ends after some items, to let signals in
             if fault := self.entry(self.address, 0):

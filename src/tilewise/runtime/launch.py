@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from tilewise.plan import Plan
 from tilewise.problem import Operands, Problem
 from tilewise.runtime.arena import Arena, aligned
 from tilewise.runtime.pool import Pool
+from tilewise.simd.builder import Kernel
 from tilewise.simd.jit import Entry, executable
 
 # Where an address in the tables starts from: nothing, the tables themselves, or an array of the call.
@@ -159,10 +160,10 @@ def _run(calls: Sequence[Prepared], operands: Operands, scratch: NDArray[np.uint
             extra = [address_of(call.extra.get(name)) for name in EXTRA] if call.extra else _NO_EXTRA
             bases = np.array([0, address_of(tables), *arrays, *extra], np.int64)
             np.add(call.offsets, bases[call.base], out=tables)
-            _work(call, tables, pool)
+            run_workers(call, tables, pool)
 
 
-def _work(call: Prepared, tables: I64Array, pool: Pool) -> None:
+def run_workers(call: Prepared, tables: I64Array, pool: Pool) -> None:
     items, entry, address = call.plan.items, call.entry, address_of(tables)
 
     def work(worker: int) -> None:
@@ -178,6 +179,21 @@ def _work(call: Prepared, tables: I64Array, pool: Pool) -> None:
         tables[_COUNTER] = items
 
     pool.run(call.plan.workers, work, cancel)
+
+
+def run_once(
+    kernel: Kernel, fields: Sequence[str], numbers: dict[str, int], arrays: Mapping[str, NDArray[Any] | None]
+) -> None:
+    """Run a kernel without work items: its table has the numbers, and the address (and end, NAME_hi) of each array."""
+    table = dict.fromkeys(fields, 0) | numbers
+    for name, x in arrays.items():
+        if x is not None:
+            table[name] = address_of(x)
+            if name + "_hi" in table:
+                table[name + "_hi"] = table[name] + x.nbytes
+    cells = np.array(list(table.values()), np.int64)
+    if fault := executable(kernel)(address_of(cells), 0):
+        raise KernelError(f"{kernel.name}: access out of bounds at {fault:#x}")
 
 
 def address_of(x: NDArray[Any] | None) -> int:
