@@ -11,6 +11,7 @@ from tilewise.errors import InvalidArgument
 from tilewise.kernels.blocks import BLOCKS, blocks_kernel
 from tilewise.kernels.hooks import Hook, trace
 from tilewise.kernels.tables import Shape
+from tilewise.kernels.variants import SKIP
 from tilewise.problem import Problem
 from tilewise.runtime.launch import run_once
 
@@ -26,17 +27,22 @@ class BlockMask:
 
     def __init__(self, hook: Hook, arrays: list[NDArray[Any]]) -> None:
         self.hook, self.arrays = hook, arrays
-        self._kinds: dict[Any, NDArray[np.uint8]] = {}
+        self._tables: dict[Any, dict[str, NDArray[Any]]] = {}
 
-    def kinds(self, problem: Problem, shape: Shape) -> NDArray[np.uint8]:
-        """Bytes [B or 1, Hkv or 1, panel, tile]: SKIP, PARTIAL or FULL for the keys that a panel of rows may see."""
+    def tables(self, problem: Problem, shape: Shape) -> dict[str, NDArray[Any]]:
+        """What the kernel is told of a layout of rows and keys.
+
+        kinds: bytes [B or 1, Hkv or 1, panel, tile]: SKIP, PARTIAL or FULL for the keys that a panel of rows may see,
+        see `variants.KINDS`; tiles: int64 [B or 1, Hkv or 1, panel, 2]: the first tile that is not SKIP, and the end.
+        """
         per_sequence = (problem.rows, problem.q_offset, problem.k_offset, problem.kv_len, problem.index)
         layout = (*(x.tobytes() for x in per_sequence), problem.group, problem.Hkv, shape.panel, shape.Bc)
-        known = self._kinds.get(layout)
+        known = self._tables.get(layout)
         if known is None:
-            if len(self._kinds) >= _REMEMBERED:
-                self._kinds.clear()
-            known = self._kinds[layout] = self._compute(problem, shape)
+            if len(self._tables) >= _REMEMBERED:
+                self._tables.clear()
+            kinds = self._compute(problem, shape)
+            known = self._tables[layout] = {"kinds": kinds, "tiles": _ends(kinds != SKIP)}
         return known
 
     def _compute(self, problem: Problem, shape: Shape) -> NDArray[np.uint8]:
@@ -62,6 +68,15 @@ class BlockMask:
         if kinds.size:
             run_once(blocks_kernel(self.hook, shape.Bc), BLOCKS, numbers, arrays)
         return kinds
+
+
+def _ends(seen: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """[.., tile] to [.., 2]: the first tile that is seen and the end of those; 0, 0 where none is."""
+    tiles = seen.shape[-1]
+    if not tiles:
+        return np.zeros((*seen.shape[:-1], 2), np.int64)
+    first, after = seen.argmax(-1), seen[..., ::-1].argmax(-1)
+    return np.where(seen.any(-1, keepdims=True), np.stack([first, tiles - after], -1), 0).astype(np.int64)
 
 
 def block_mask(keep: Any) -> BlockMask:

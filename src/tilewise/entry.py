@@ -85,10 +85,7 @@ def plans(
 def _prepare(problem: Problem, threads: int, score: Any, keep: Any) -> list[Prepared]:
     """A call for each class of sequences, with the hooks and all that they captured."""
     parts, blocks, tables = plans(problem, threads, score, keep)
-    return [
-        prepare(part, plan, tables | ({"kinds": blocks.kinds(part, plan.shape)} if blocks else {}))
-        for part, plan in parts
-    ]
+    return [prepare(part, plan, tables | (blocks.tables(part, plan.shape) if blocks else {})) for part, plan in parts]
 
 
 def _operands(problem: Problem, operands: Operands, out: Any, lse: Any, arguments: dict[str, Any]) -> Operands:

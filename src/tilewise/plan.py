@@ -114,7 +114,7 @@ def _variant(problem: Problem, hooks: Hooks) -> Variant:
         None if view is None else Operand(view.type, view.spread) for view in (problem.bias_view, problem.mask_view)
     )
     alibi = problem.slopes_view is not None
-    return Variant(problem.softcap is not None, hooks.score, alibi, bias, mask, hooks.keep, hooks.keep is not None)
+    return Variant(problem.softcap is not None, hooks.score, alibi, bias, mask, hooks.keep)
 
 
 def by_rows(problem: Problem) -> list[Problem]:

@@ -79,6 +79,19 @@ def test_not_finite_in_a_value(ring: str, key: int, value: float) -> None:
         assert_same_bits(o[touched], expected)
 
 
+def test_sums_that_overflow(ring: str) -> None:
+    """Finite values whose weighted sum is not: as infinite for rows computed together as for each alone."""
+    c = problem(Tq=20 if ring == "native" else 3, scale=0.0)
+    v = c.v.copy()
+    v[0, 0, 2:7, 1], v[1, 1, 9:, 4] = 3e38, -3e38
+    c = replace(c, v=v)
+    o, lse = c.run()
+    assert (o[0, :2, :, 1] == np.inf).all()
+    assert (o[1, 2:4, :, 4] == -np.inf).all()
+    for row in range(c.q.shape[2]):
+        assert_same_bits((o[:, :, row : row + 1], lse[:, :, row : row + 1]), c.rows(row, row + 1).run())
+
+
 def test_infinities_of_both_signs_in_a_column(ring: str) -> None:
     c = problem(Tq=2, scale=0.1)
     v = c.v.copy()

@@ -89,6 +89,20 @@ def _parts() -> Program:
     return Program(body, (x,), np.zeros(2 * x.size, np.float32))
 
 
+def _halves() -> Program:
+    """load_halves of a row and the one after it, and the transpose of 8 such vectors."""
+    x = floats(random_bits(3 * LANES * LANES, 34))
+
+    def body(b: Builder, source: Ptr, target: Ptr) -> None:
+        for tile in b.loop(0, len(x), LANES * LANES):
+            half = LANES // 2
+            rows = [b.load_halves(source + tile + r * LANES, source + tile + (r + half) * LANES) for r in range(half)]
+            for r, row in enumerate([*rows, *transpose(b, rows)]):
+                b.store(target + tile + r * LANES, row)
+
+    return Program(body, (x,), np.zeros_like(x))
+
+
 def _floats_of_memory() -> Program:
     """broadcast, store_lane and prefetch, lane by lane."""
     x = floats(random_bits(LANES, 32))
@@ -138,6 +152,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "fold_add": lambda: _tile(lambda b, rows: [fold(b, rows, "add")] * LANES),
     "fold_max": lambda: _tile(lambda b, rows: [fold(b, rows, "max")] * LANES),
     "transpose": lambda: _tile(transpose),
+    "halves": _halves,
     "parts": _parts,
     "floats_of_memory": _floats_of_memory,
     "integers_of_memory": _integers_of_memory,

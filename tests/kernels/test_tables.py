@@ -114,7 +114,7 @@ def test_name_states_every_constant() -> None:
     others = set(itertools.product(("f32", "f16", "bf16"), repeat=4)) - {base.types}
     shapes += [replace(base, types=types) for types in others]
     operands = [Operand(kind, spread) for kind in ("u8", "f32", "f16", "bf16") for spread in (False, True)]
-    variants = [{"softcap": True}, {"alibi": True}, {"blocks": True}]
+    variants = [{"softcap": True}, {"alibi": True}]
     variants += [{name: x} for name in ("bias", "mask") for x in operands]
     shapes += [replace(base, variant=Variant(**variant)) for variant in variants]
     assert len({shape.name for shape in shapes}) == len(shapes)

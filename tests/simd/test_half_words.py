@@ -78,6 +78,22 @@ def test_load(half: Half, ring: str) -> None:
 
 @every_type
 @every_ring
+def test_load_halves(half: Half, ring: str) -> None:
+    """All patterns, those of the lower half in ascending, those of the upper in descending eights."""
+    eight, out = LANES // 2, np.zeros((1 << 12, LANES), np.float32)
+
+    def body(b: Builder, source: Ptr, result: Ptr) -> None:
+        for j in b.loop(0, 1 << 12):
+            b.store(result + j * LANES, b.load_halves(source + j * eight, source + ((1 << 16) - eight - j * eight)))
+
+    assert run(body, ring, half, EVERY, out) == 0
+    eights = EVERY.reshape(-1, eight)[: 1 << 13]
+    assert_values(out[:, :eight].ravel(), half, eights[: 1 << 12].ravel())
+    assert_values(out[:, eight:].ravel(), half, eights[::-1][: 1 << 12].ravel())
+
+
+@every_type
+@every_ring
 def test_load_part(half: Half, ring: str) -> None:
     """All patterns by parts of 13; what is not asked for is +0."""
     count = 13
@@ -208,6 +224,7 @@ def test_elements_are_two_bytes_apart(half: Half, ring: str) -> None:
 
 WORDS: dict[str, tuple[int, Callable[[Builder, Ptr, Ptr], None]]] = {  # elements, and what touches them
     "load": (LANES, lambda b, p, room: b.store(room, b.load(p))),
+    "load_halves": (LANES // 2, lambda b, p, room: b.store(room, b.load_halves(p, p))),
     "load_part": (5, lambda b, p, room: b.store(room, b.load_part(p, 5))),
     "broadcast": (1, lambda b, p, room: b.store(room, b.broadcast(p))),
     "store": (LANES, lambda b, p, room: b.store(p, b.load(room))),

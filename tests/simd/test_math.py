@@ -228,6 +228,15 @@ def test_transpose(ring: str) -> None:
     assert got.view(np.int32).tolist() == data.transpose(0, 2, 1).view(np.int32).tolist()
 
 
+@pytest.mark.parametrize("ring", RINGS)
+def test_transpose_of_halves(ring: str) -> None:
+    """16 rows of 8: rows x and x + 8 share vector x."""
+    data = floats(random_bits(3 * LANES * LANES, 20)).reshape(3, LANES, LANES)
+    got = through(ring, lambda b, rows: transpose(b, rows[:8]), data, 8)
+    rows = np.concatenate([data[:, :8, :8], data[:, :8, 8:]], axis=1)
+    assert got.view(np.int32).tolist() == rows.transpose(0, 2, 1).view(np.int32).tolist()
+
+
 def test_a_weight_is_at_most_one() -> None:
     """exp2 of what is not above 0 is not above 1; where it comes nearest, value by value."""
     x = np.arange(0x80000000, 0xB4000000, 997, dtype=np.uint64).astype(np.uint32).view(np.float32)

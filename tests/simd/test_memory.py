@@ -65,6 +65,20 @@ def load_part(ring: str) -> None:
         assert bits(row) == [*bits(PATTERN[LANES - n : LANES]), *[0] * (LANES - n)], count
 
 
+def load_halves(ring: str) -> None:
+    """8 lanes from any element on, and 8 from any other."""
+    half = LANES // 2
+    starts = range(len(PATTERN) - half + 1)
+    out = np.zeros((len(starts), LANES), np.float32)
+
+    def body(b: Builder, source: Ptr, result: Ptr) -> None:
+        for j in b.loop(0, len(starts)):
+            b.store(result + j * LANES, b.load_halves(source + j, source + (len(starts) - 1 - j)))
+
+    assert run(body, ring, PATTERN, out) == 0
+    assert bits(out) == [bits(PATTERN[j : j + half]) + bits(PATTERN[starts[-1] - j :][:half]) for j in starts]
+
+
 def broadcast(ring: str) -> None:
     out = np.zeros((len(PATTERN), LANES), np.float32)
 
@@ -211,8 +225,8 @@ def pause(ring: str) -> None:
 MEMORY_WORDS: dict[str, Callable[[str], None]] = {
     function.__name__: function
     for function in (
-        load, load_part, broadcast, load_int, prefetch, store, store_part, store_lane, store_int, fetch_add,
-        load_acquire, store_release, pause,
+        load, load_halves, load_part, broadcast, load_int, prefetch, store, store_part, store_lane, store_int,
+        fetch_add, load_acquire, store_release, pause,
     )
 }  # fmt: skip
 
@@ -249,6 +263,7 @@ def test_what_was_loaded_stays_when_memory_changes(ring: str) -> None:
 # word -> (bytes that it touches at p, what it does there)
 ACCESSES: dict[str, tuple[int, Callable[[Builder, Ptr, Ptr, Vec], Any]]] = {
     "load": (4 * LANES, lambda b, p, q, x: b.store(q, b.load(p))),
+    "load_halves": (2 * LANES, lambda b, p, q, x: b.store(q, b.load_halves(q, p))),
     "load_part": (4 * 5, lambda b, p, q, x: b.store(q, b.load_part(p, 5))),
     "broadcast": (4, lambda b, p, q, x: b.store(q, b.broadcast(p))),
     "load_int": (8, lambda b, p, q, x: b.store(q, b.where(b.between(0, b.load_int(p)), x, x))),

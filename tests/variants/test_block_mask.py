@@ -132,12 +132,16 @@ def test_calls_in_several_threads() -> None:
 
 
 # ---- what it says of tiles
-def kinds(function: Any, Tq: int, Tk: int, heads: int = 1, **options: Any) -> Any:
-    """[B, Hkv, panel, tile]: (kind, first group, last group)"""
+def tables(function: Any, Tq: int, Tk: int, heads: int = 1, **options: Any) -> Any:
     q, k, v = (np.zeros((1, heads, n, 16), np.float32) for n in (Tq, Tk, Tk))
     problem, _ = make_problem(q, k, v, q_offset=options.pop("q_offset", 0), **options)
     plan = make_plan(problem, current_target(), 1)
-    found = tw.block_mask(function).kinds(problem, plan.shape)
+    return tw.block_mask(function).tables(problem, plan.shape)
+
+
+def kinds(*arguments: Any, **options: Any) -> Any:
+    """[B, Hkv, panel, tile]: (kind, first group, last group)"""
+    found = tables(*arguments, **options)["kinds"]
     return np.stack([found % KINDS, found // KINDS % 8, found // (KINDS * 8)], axis=-1)
 
 
@@ -159,6 +163,11 @@ def test_kinds_of_groups() -> None:
         [SKIP, 0, 0],
         [SKIP, 0, 0],
     ]
+
+
+def test_tiles_that_a_panel_sees() -> None:
+    function = lambda b, h, i, j: (j // 64 == 1) & (i < 16) | (j // 64 >= 3) & (i >= 32)  # noqa: E731
+    assert tables(function, 48, 320)["tiles"][0, 0].tolist() == [[1, 2], [0, 0], [3, 5]]
 
 
 def test_kinds_depend_on_what_the_function_reads() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tilewise as tw
-from tests.support import assert_as_accurate_as_naive, assert_same_bits, poisoned, sinks_for
+from tests.support import assert_as_accurate_as_naive, assert_same_bits, inputs, poisoned, sinks_for
 from tests.variants.calls import (
     DENSE,
     RNG,
@@ -27,6 +27,7 @@ from tests.variants.calls import (
     with_sinks,
 )
 from tilewise.arguments import BFLOAT16
+from tilewise.simd import interp
 
 BIAS = RNG.standard_normal((B, H, TQ, TK)).astype(np.float32)
 HIDING = np.where(DENSE, BIAS, -np.inf).astype(np.float32)
@@ -283,3 +284,72 @@ def test_nothing_to_do(Tq: int, Tk: int, batch: int) -> None:
         assert lse.shape == (batch, 2, Tq)
         assert (o == 0).all()
         assert np.isneginf(lse).all()
+
+
+# ---- whole tiles
+def blocky(pieces: list[list[int]], rows: int = 4, keys: int = 16) -> Any:
+    """A mask of TQ rows and TK keys in pieces of rows x keys: 0 hidden, 1 seen, 2 every third key, 3 all but one."""
+    shown = [np.zeros(keys, bool), np.ones(keys, bool), np.arange(keys) % 3 == 1, np.arange(keys) != 5]
+    whole = np.concatenate([np.tile(np.concatenate([shown[x] for x in row]), (rows, 1)) for row in pieces])
+    return whole[:TQ, :TK]
+
+
+PIECES = [  # groups of 16 keys for rows 0 to 3, 4 to 7 and 8
+    [0, 0, 0, 0, 1, 1, 1, 1, 2, 0],
+    [0, 2, 1, 0, 1, 1, 1, 1, 0, 0],
+    [0, 0, 0, 0, 1, 3, 1, 1, 0, 0],
+]
+BLOCKY = blocky(PIECES)
+NOT_BLOCKY = np.where(BLOCKY, 0, -np.inf).astype(np.float32)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{"mask": BLOCKY}, {"bias": NOT_BLOCKY}, {"mask": BLOCKY, "bias": HIDING}, {"mask": ~BLOCKY}],
+    ids="-".join,
+)
+def test_tiles_hidden_wholly_and_not_at_all(options: Any, causal: bool) -> None:
+    """With and without others: no tile's kind moves a bit of a row, or is the wrong one."""
+    for c in (call(causal=causal, **options), call(causal=causal, bc=16, span=32, **options)):
+        assert_invariant(c)
+        assert_as_accurate_as_naive(c.run(), c)
+
+
+def test_the_same_said_of_tiles_and_of_elements() -> None:
+    keep = tw.block_mask(lambda b, h, i, j: BLOCKY[i, j])
+    c = call(q_offset=0, kv_start=0, k_offset=0, kv_len=TK)
+    seen = c.run(mask=BLOCKY)
+    everything = np.ones(1, np.bool_)
+    for said in (
+        {"bias": NOT_BLOCKY}, {"keep": keep}, {"keep": keep, "mask": BLOCKY}, {"keep": keep, "mask": everything},
+    ):  # fmt: skip
+        assert_same_bits(seen, c.run(**said))
+
+
+@pytest.mark.parametrize("rows", [16, 4], ids=["packed", "streamed"])
+@pytest.mark.parametrize("name", ["mask", "bias", "keep"])
+def test_hidden_tiles_cost_no_products(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 4 tiles the second is seen, the third in part: the products are those of a call with these keys alone."""
+    q, k, v = inputs(1, 1, 1, rows, 64, 16, 16)
+    shown = np.zeros((rows, 64), np.bool_)
+    shown[:, 16:32], shown[::2, 32:48] = True, True
+    hiding = {"mask": shown, "bias": np.where(shown, 0, -np.inf).astype(np.float32)}
+    hiding["keep"] = lambda b, h, i, j: shown[i, j]
+    products, fma = [0], interp._MEANING["fma"]
+
+    def counted(*operands: Any) -> Any:
+        products[0] += 1
+        return fma(*operands)
+
+    monkeypatch.setitem(interp._MEANING, "fma", counted)
+
+    def count(k: Any, v: Any, **options: Any) -> int:
+        products[0] = 0
+        with tw.config(interpret=True):
+            tw.attention(q, k, v, q_offset=0, bc=16, span=64, pool=1, **options)
+        return products[0]
+
+    everything, two_tiles = count(k, v), count(k[:, :, 16:48], v[:, :, 16:48])
+    assert two_tiles < 0.6 * everything
+    assert count(k, v, **{name: hiding[name]}) <= two_tiles

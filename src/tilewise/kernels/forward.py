@@ -166,35 +166,56 @@ class Item:
                     self.pack_tile(state, t0, tile_lo, tile_hi)
 
     def when_needed(self, t0: Int) -> Iterator[None]:
-        """The body runs unless the block mask skips the tile for all panels."""
-        if not self.shape.variant.blocks:
+        """The body runs unless the variant hides the tile from all panels."""
+        if not self.shape.variant.elements:
             yield
             return
         b = self.b
         needed = b.var(b.integer(SKIP))
         for row in b.loop(0, self.padded, self.shape.panel):
-            needed.value = b.imax(needed.value, self.kind(row, t0))
+            if self.shape.variant.arrays:
+                b.store_int(self.scratch.kinds + row, self.look(row, t0))
+            needed.value = b.imax(needed.value, functools.reduce(b.imin, self.kinds(row, t0)))
         for _ in b.when(~needed.value.equals(SKIP)):
             yield
 
-    def kind(self, row: Int, t0: Int) -> Int:
-        """What the block mask says of a panel and a tile, see `variants.KINDS`."""
-        b, call, Bc = self.b, self.call, self.shape.Bc
-        panel, tile = (self.start + row) // self.shape.panel, t0 // Bc - self.sequence["first_key"] // Bc
-        place = self.sequence["index"] * call["kinds_batch"] + self.kv_head * call["kinds_head"]
-        kinds = b.pointer(call["kinds"], call["kinds_lo"], call["kinds_hi"], U8)
-        return b.load_int(kinds + (place + panel * call["kinds_panel"] + tile))
+    def kinds(self, row: Int, t0: Int) -> list[Int]:
+        """What the block mask and a look at bias and mask say of a panel and a tile, see `variants.KINDS`."""
+        b, call, variant, found = self.b, self.call, self.shape.variant, []
+        if variant.keep:
+            Bc, kinds = self.shape.Bc, b.pointer(call["kinds"], call["kinds"], call["kinds_hi"], U8)
+            tile = t0 // Bc - self.sequence["first_key"] // Bc
+            found.append(b.load_int(kinds + (self.panel_number(row) * call["kinds_panel"] + tile)))
+        if variant.arrays:
+            found.append(b.load_int(self.scratch.kinds + row))
+        return found
+
+    def look(self, row: Int, t0: Int) -> Int:
+        """What bias and mask say of a panel and a tile."""
+        scores = self.softmax.scores
+        assert scores is not None
+        rows = self.b.imin(self.shape.panel, self.count - row)
+        return scores.look(row, rows, t0, *self.panel_keys(row, t0))
+
+    def panel_keys(self, row: Int, t0: Int) -> tuple[Int, Int]:
+        """The keys [lo, hi) of a tile that lie within the range of some row of a panel."""
+        b, scratch = self.b, self.scratch
+        lo, hi = (b.load_int(ends + row) - t0 for ends in (scratch.panel_lo, scratch.panel_hi))
+        lo = b.imin(b.imax(lo, 0), self.shape.Bc)
+        return lo, b.imax(lo, b.imin(hi, self.shape.Bc))
 
     def trim(self, row: Int, t0: Int, lo: Int, hi: Int) -> tuple[Int, Int, Bool | None]:
-        """The keys [lo, hi) of a tile but those that the block mask hides at its ends, and whether it hides none."""
-        variant = self.shape.variant
-        if not variant.blocks:
-            return lo, hi, None
-        b, kind = self.b, self.kind(row, t0)
-        if self.shape.columns // LANES <= GROUPS:
-            first, last = kind // KINDS % GROUPS, kind // (KINDS * GROUPS)
-            lo, hi = b.imax(lo, first * LANES), b.imin(hi, (last + 1) * LANES)
-        return lo, b.choose(kind.equals(SKIP), lo, hi), (kind % KINDS).equals(FULL)
+        """The keys [lo, hi) of a tile but those that the variant hides at its ends, and whether it hides none."""
+        b, whole = self.b, None
+        if self.shape.variant.elements:
+            for kind in self.kinds(row, t0):
+                if self.shape.columns // LANES <= GROUPS:
+                    first, last = kind // KINDS % GROUPS, kind // (KINDS * GROUPS)
+                    lo, hi = b.imax(lo, first * LANES), b.imin(hi, (last + 1) * LANES)
+                hi = b.choose(kind.equals(SKIP), lo, hi)
+                full = (kind % KINDS).equals(FULL)
+                whole = full if whole is None else whole & full
+        return lo, hi, whole
 
     def places(self, at: Int, t0: Int, lo: Int, end: Int) -> None:
         """Find the keys and values [lo, end) of the tile at t0."""
@@ -209,12 +230,14 @@ class Item:
         k_places, v_places = (stream.Places(b, at, shape.columns, here) for at in (scratch.k_at, scratch.v_at))
         lo, hi, whole = self.trim(row, t0, lo, hi)
         stream.scores(b, shape, scratch.queries, self.head_of("k"), k_places, scratch.S, lo, hi)
-        self.softmax.update(state, row, t0, lo // LANES, up_to(LANES, hi) // LANES, whole)
+        groups = lo // LANES, up_to(LANES, hi) // LANES
+        self.softmax.update(state, row, t0, *groups, whole)
         for c, count in stream.chunks(shape):
             finite = stream.weighted_sum(
                 b, shape, c, count, state.a, scratch.alpha, scratch.S, values, v_places, lo, hi
             )
             for _ in b.when(~finite):
+                self.softmax.note_visible(row, t0, *groups)
                 for column in range(c, c + count * LANES, LANES):
 
                     def value(j: Int, column: int = column) -> Vec:
@@ -228,9 +251,7 @@ class Item:
         pack.pack_keys(b, shape, self.head_of("k"), scratch.k_at, scratch.keys, lo, hi)
         finite = pack.pack_values(b, shape, self.head_of("v"), scratch.v_at, scratch.values, lo, hi)
         for row in b.loop(0, self.padded, shape.panel):
-            panel_lo = b.imax(b.load_int(scratch.panel_lo + row) - t0, 0)
-            panel_hi = b.imin(b.load_int(scratch.panel_hi + row) - t0, shape.Bc)
-            panel_lo, panel_hi, whole = self.trim(row, t0, panel_lo, panel_hi)
+            panel_lo, panel_hi, whole = self.trim(row, t0, *self.panel_keys(row, t0))
             for _ in b.when(panel_lo < panel_hi):
                 groups = panel_lo // LANES, up_to(LANES, panel_hi) // LANES
                 self.scores(row, *groups)
@@ -238,6 +259,7 @@ class Item:
                 for _ in b.when(finite):
                     self.weighted_sum(state, row, panel_lo, panel_hi)
                 for _ in b.when(~finite):
+                    self.softmax.note_visible(row, t0, *groups)
                     for column in b.loop(0, shape.width, LANES):
 
                         def value(j: Int, column: Int = column) -> Vec:
@@ -311,7 +333,7 @@ class Item:
         for r in b.loop(0, self.count):
             i, head = self.place(r)
             pack.copy_row(b, shape.D, self.address("q", i, head), scratch.queries + r * up_to(LANES, shape.D))
-            pack.row_ranges(b, call, self.sequence, scratch, r, self.sequence["q_offset"] + i)
+            pack.row_range(b, call, scratch, r, self.sequence["q_offset"] + i, *self.keys_for(r))
             if not shape.variant.plain:
                 b.store_int(scratch.row_index + r, i)
                 b.store_int(scratch.row_head + r, head)
@@ -320,6 +342,23 @@ class Item:
             if not shape.variant.plain:  # anything that may be read
                 b.store_int(scratch.row_index + r, 0)
                 b.store_int(scratch.row_head + r, self.kv_head * call["group"])
+
+    def keys_for(self, row: Int) -> tuple[Int, Int]:
+        """The positions [first, end) of all keys, or of the tiles that the block mask shows to a row's panel."""
+        b, call, first = self.b, self.call, self.sequence["first_key"]
+        end = first + self.sequence["keys"]
+        if self.shape.variant.keep:
+            Bc, tiles = self.shape.Bc, b.pointer(call["tiles"], call["tiles"], call["tiles_hi"], I64)
+            at, base = tiles + 2 * self.panel_number(row), first // Bc * Bc
+            end = b.imin(end, base + b.load_int(at + 1) * Bc)
+            first = b.imax(first, base + b.load_int(at) * Bc)
+        return first, end
+
+    def panel_number(self, row: Int) -> Int:
+        """Of all panels that the block mask tells of."""
+        call = self.call
+        number = self.sequence["index"] * call["panels_batch"] + self.kv_head * call["panels_head"]
+        return number + (self.start + row) // self.shape.panel
 
     def sink(self, head: Int) -> Vec:
         call = self.call

@@ -13,7 +13,7 @@ from tilewise.simd.builder import BF16, BF16_PAIR, F32, I64, LANES, Bool, Builde
 from tilewise.simd.math import transpose
 from tilewise.visibility import visible_range
 
-PAIRS = 2 * LANES  # bfloat16 columns that a vector of 32-bit lanes holds
+HALF = LANES // 2
 BF16_SHIFT = 16  # a bfloat16 is the upper half of a float32
 
 VectorAt = Callable[[IntLike], Vec]
@@ -36,10 +36,9 @@ def no_query(b: Builder, shape: Shape, scratch: Fields, row: Int) -> None:
     b.store_int(scratch.row_hi + row, NO_KEY[1])
 
 
-def row_ranges(b: Builder, call: Row, sequence: Row, scratch: Fields, row: Int, position: Int) -> None:
-    """The keys that a row sees, as absolute positions [lo, hi)."""
-    first = sequence["first_key"]
-    lo, hi = visible_range(position, first, first + sequence["keys"], call["left"], call["right"], b.imin, b.imax)
+def row_range(b: Builder, call: Row, scratch: Fields, row: Int, position: Int, first: Int, end: Int) -> None:
+    """The keys of [first, end) that a row sees, as absolute positions [lo, hi)."""
+    lo, hi = visible_range(position, first, end, call["left"], call["right"], b.imin, b.imax)
     some = lo < hi
     b.store_int(scratch.row_lo + row, b.choose(some, lo, NO_KEY[0]))
     b.store_int(scratch.row_hi + row, b.choose(some, hi, NO_KEY[1]))
@@ -110,14 +109,19 @@ def pack_keys(b: Builder, shape: Shape, source: Ptr, k_at: Ptr, packed: Ptr, lo:
                 b.store(tile + (d + x) * LANES, column)
 
 
+def step_of(element: Element) -> int:
+    """How many columns `columns` takes at once: half a vector's, the transposition of which leaves registers free."""
+    return 2 * HALF if element is BF16 else HALF
+
+
 def steps_over(b: Builder, width: int, element: Element) -> Iterator[tuple[Int, int]]:
     """The columns of a row in steps that `columns` takes: (first, how many), whole steps in a loop of the kernel."""
-    step = PAIRS if element is BF16 else LANES
+    step = step_of(element)
     whole = width // step * step
     for d in b.loop(0, whole, step):
         yield d, step
-    for rest in range(whole, width, LANES):
-        yield b.integer(rest), min(LANES, width - rest)
+    if width % step:
+        yield b.integer(whole), width % step
 
 
 def columns(b: Builder, rows: list[Ptr], count: int) -> list[Vec]:
@@ -125,11 +129,18 @@ def columns(b: Builder, rows: list[Ptr], count: int) -> list[Vec]:
 
     Pairs of bfloat16 are transposed as they lie, 32 bits each: half the shuffles, and each half is a float32's upper.
     """
-    if count == PAIRS:
-        pairs = [b.bits(x) for x in transpose(b, [b.load(row.of(BF16_PAIR)) for row in rows])]
-        halves = ((x << BF16_SHIFT, x & b.ivec(-1 << BF16_SHIFT)) for x in pairs)
-        return [b.floats(half) for pair in halves for half in pair]
-    return transpose(b, [load_columns(b, row, count) for row in rows])[:count]
+    element = rows[0].element
+    if count < step_of(element):
+        return transpose(b, [load_columns(b, row, count) for row in rows])[:count]
+    rows = [row.of(BF16_PAIR) for row in rows] if element is BF16 else rows
+    both = transpose(b, [b.load_halves(*x) for x in zip(rows[:HALF], rows[HALF:], strict=True)])
+    return both if element is not BF16 else [half for pair in both for half in halves(b, pair)]
+
+
+def halves(b: Builder, pairs: Vec) -> tuple[Vec, Vec]:
+    """The first and the second of each of 16 pairs of bfloat16, as float32."""
+    x = b.bits(pairs)
+    return b.floats(x << BF16_SHIFT), b.floats(x & b.ivec(-1 << BF16_SHIFT))
 
 
 def load_columns(b: Builder, row: Ptr, count: int) -> Vec:

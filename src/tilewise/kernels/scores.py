@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from tilewise.kernels.tables import Fields, Row, Shape
-from tilewise.kernels.variants import Operand
-from tilewise.simd.builder import ELEMENTS, F32, U8, Builder, Element, Int, Mask, Ptr, Vec
+import functools
+import operator
+
+from tilewise.kernels.tables import Fields, Row, Shape, up_to
+from tilewise.kernels.variants import FULL, GROUPS, KINDS, PARTIAL, SKIP, Operand
+from tilewise.simd.builder import ELEMENTS, F32, LANES, U8, Builder, Element, Int, Mask, Ptr, Vec
 from tilewise.simd.math import NEG_INF, tanh
 
 
@@ -13,6 +16,7 @@ class Scores:
 
     def __init__(self, b: Builder, shape: Shape, call: Row, sequence: Row, scratch: Fields) -> None:
         self.b, self.variant, self.call, self.sequence, self.scratch = b, shape.variant, call, sequence, scratch
+        self.groups = shape.columns // LANES
         self.pointers: dict[str, list[Ptr]] = {}
         taken = 0
         for hook in self.variant.hooks:  # which have the tables of the call in their order
@@ -22,6 +26,26 @@ class Scores:
 
     def of_row(self, row: Int) -> RowScores:
         return RowScores(self, row)
+
+    def look(self, row: Int, rows: Int, t0: Int, lo: Int, hi: Int) -> Int:
+        """What bias and mask say of keys [lo, hi) of a tile for `rows` rows from `row` on, see `variants.KINDS`."""
+        b = self.b
+        first, last = b.var(b.integer(-1)), b.var(b.integer(0))  # the groups that some row sees
+        every = b.var(b.between(0, LANES))
+        for group in b.loop(lo // LANES, up_to(LANES, hi) // LANES):
+            inside = b.between(lo - group * LANES, hi - group * LANES)
+            some = b.var(b.between(0, 0))
+            for x in b.loop(row, row + rows):
+                shown = self.of_row(x).shows(t0 + group * LANES)
+                some.value = some.value | shown & inside
+                every.value = every.value & (shown | ~inside)
+            seen = b.any(some.value)
+            first.value = b.choose(seen & (first.value < 0), group, first.value)
+            last.value = b.choose(seen, group, last.value)
+        kind = b.choose(b.all(every.value), FULL, PARTIAL)
+        if self.groups <= GROUPS:
+            kind = kind + first.value * KINDS + last.value * (KINDS * GROUPS)
+        return b.choose(first.value < 0, SKIP, kind)
 
     def lanes(self, j: Int) -> tuple[Int, Int]:
         """Which of 16 keys from position j on exist: [lo, hi)."""
@@ -57,7 +81,7 @@ class RowScores:
         return self.b.pointer(call[name], call[name + "_lo"], call[name + "_hi"], element) + row
 
     def change(self, s: Vec, j: Int) -> Vec:
-        """The scores of 16 keys from position j on, all but the bias: softcap, score function, ALiBi."""
+        """The scores of 16 keys from position j on changed: softcap, score function, ALiBi, bias."""
         b, variant = self.b, self.variant
         if variant.softcap:
             s = self.cap * tanh(b, s * self.inverse_cap)
@@ -66,26 +90,32 @@ class RowScores:
         if variant.alibi:
             distance = b.to_float(b.splat(self.place[2] - j) - b.iota())
             s = s - self.slope * b.max(distance, b.vec(0.0) - distance)
-        return s
+        return s + self._bias_at(j) if variant.bias else s
 
-    def add_bias(self, s: Vec, j: Int) -> tuple[Vec, Mask]:
-        """The scores with the bias, and where that is not -inf: such a key is not seen."""
+    def _bias_at(self, j: Int) -> Vec:
         b, operand = self.b, self.variant.bias
         assert operand is not None
-        bias = b.broadcast(self.bias) if operand.spread else b.load_lanes(self.bias + j, *self.scores.lanes(j))
-        return s + bias, ~bias.equals(b.vec(NEG_INF))
+        return b.broadcast(self.bias) if operand.spread else b.load_lanes(self.bias + j, *self.scores.lanes(j))
 
-    def keeps(self, j: Int) -> Mask | None:
-        """Which of 16 keys from position j on the mask and the keep function let the row see; None: all."""
-        b, variant = self.b, self.variant
-        seen = None
-        if variant.mask:
-            if variant.mask.spread:
-                one = b.load_int(self.mask)
-                seen = b.between(b.choose(one.equals(0), 1 << 30, -(1 << 30)), 1 << 30)
-            else:
-                seen = b.load_mask_lanes(self.mask + j, *self.scores.lanes(j))
-        if variant.keep:
-            kept = variant.keep.keep(b, self.scores.pointers["keep"], *self.place, j)
-            seen = kept if seen is None else seen & kept
-        return seen
+    def sees(self, j: Int) -> Mask:
+        """Which of 16 keys from position j on the bias, the mask and the keep function let the row see."""
+        seen = self._shown(j)
+        if self.variant.keep:
+            seen.append(self.variant.keep.keep(self.b, self.scores.pointers["keep"], *self.place, j))
+        return functools.reduce(operator.and_, seen)
+
+    def shows(self, j: Int) -> Mask:
+        """The same of bias and mask alone."""
+        return functools.reduce(operator.and_, self._shown(j))
+
+    def _shown(self, j: Int) -> list[Mask]:
+        """Where the bias is not -inf, and where the mask is not 0."""
+        b, variant, shown = self.b, self.variant, []
+        if variant.bias:
+            shown.append(~self._bias_at(j).equals(b.vec(NEG_INF)))
+        if variant.mask and variant.mask.spread:
+            one = b.load_int(self.mask)
+            shown.append(b.between(b.choose(one.equals(0), 1 << 30, -(1 << 30)), 1 << 30))
+        elif variant.mask:
+            shown.append(b.load_mask_lanes(self.mask + j, *self.scores.lanes(j)))
+        return shown

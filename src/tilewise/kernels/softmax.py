@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilewise.kernels.scores import RowScores, Scores
+from tilewise.kernels.scores import Scores
 from tilewise.kernels.tables import Fields, Shape
 from tilewise.simd.builder import LANES, Bool, Builder, Int, IntLike, Mask, Ptr, Vec
 from tilewise.simd.math import LN2, LOG2E, NAN, NEG_INF, exp2, fold, log2
@@ -53,23 +53,17 @@ class OnlineSoftmax:
             some = [b.var(b.between(0, 0)) for _ in rows if elements and masked]
             scores = [self.scores.of_row(x) for x in rows if self.scores]
             for group in b.loop(lo, hi):
+                j = t0 + group * LANES
                 for x, own in enumerate(rows):
                     y = scratch.S + (r + x) * columns + group * LANES
                     s = b.load(y) * self.scale
-                    visible = self.sees(own, t0, group) if masked else None
-                    if scores:
-                        s, visible = _vary(scores[x], s, t0 + group * LANES, visible)
-                    score = s * b.vec(LOG2E)
-                    if visible is not None:
-                        score = b.where(visible, score, b.vec(NEG_INF))
+                    score = (scores[x].change(s, j) if scores else s) * b.vec(LOG2E)
+                    if masked:
+                        visible = self.sees(own, t0, group)
                         if elements:
-                            b.store(
-                                scratch.visible + (r + x) * columns + group * LANES,
-                                b.where(visible, b.vec(1.0), b.vec(0.0)),
-                            )
+                            visible = visible & scores[x].sees(j)
                             some[x].value = some[x].value | visible
-                    elif elements:
-                        b.store(scratch.visible + (r + x) * columns + group * LANES, b.vec(1.0))
+                        score = b.where(visible, score, b.vec(NEG_INF))
                     b.store(y, score)
                     best[x].value = b.max(best[x].value, score)
             for x, own in enumerate(rows):
@@ -82,6 +76,16 @@ class OnlineSoftmax:
         """Which keys of a group a row sees; lanes past Bc belong to the next tile."""
         lo, hi = (self.b.load_int(ends + row) - t0 for ends in (self.scratch.row_lo, self.scratch.row_hi))
         return self.b.between(lo - group * LANES, self.b.imin(hi, self.shape.Bc) - group * LANES)
+
+    def note_visible(self, row: Int, t0: Int, lo: Int, hi: Int) -> None:
+        """visible = 1 for the keys of groups [lo, hi) that the variant lets the rows of a panel see, 0 for others."""
+        b, scratch = self.b, self.scratch
+        if self.scores and self.shape.variant.elements:
+            for x in b.loop(0, self.shape.panel):
+                own = self.scores.of_row(row + x)
+                for group in b.loop(lo, hi):
+                    seen = b.where(own.sees(t0 + group * LANES), b.vec(1.0), b.vec(0.0))
+                    b.store(scratch.visible + x * self.shape.columns + group * LANES, seen)
 
     def weights(self, lo: Int, hi: Int) -> None:
         """S to weights p = exp2(y - shift) over groups [lo, hi); lanes[r] = their sums by lane, groups ascending."""
@@ -118,13 +122,10 @@ class OnlineSoftmax:
             full = full & (hi * LANES <= self.shape.Bc)
         if whole is not None:
             full = full & whole
-        if self.shape.variant.always:
+        for _ in b.when(full):
+            self.scale_and_max(state, row, t0, lo, hi, masked=False)
+        for _ in b.when(~full):
             self.scale_and_max(state, row, t0, lo, hi, masked=True)
-        else:
-            for _ in b.when(full):
-                self.scale_and_max(state, row, t0, lo, hi, masked=False)
-            for _ in b.when(~full):
-                self.scale_and_max(state, row, t0, lo, hi, masked=True)
         tile_max, m = self.fold_lanes("max"), b.load(state.m + row)
         M = b.max(m, tile_max)
         alpha = exp2(b, m - shift(b, M))
@@ -181,18 +182,6 @@ class OnlineSoftmax:
         b = self.b
         a, l = b.load(total.a + row * self.shape.width + column) + b.vec(0.0), b.broadcast(total.l + row)
         return quotient(b, a, l, b.broadcast(self.scratch.inverse + row))
-
-
-def _vary(scores: RowScores, s: Vec, j: Int, visible: Mask | None) -> tuple[Vec, Mask | None]:
-    """The scores of 16 keys changed, and which of the visible ones the row sees still."""
-    s = scores.change(s, j)
-    if scores.variant.bias:
-        s, finite = scores.add_bias(s, j)
-        visible = finite if visible is None else visible & finite
-    if visible is not None:
-        kept = scores.keeps(j)
-        visible = visible if kept is None else visible & kept
-    return s, visible
 
 
 def quotient(b: Builder, a: Vec, l: Vec, inverse: Vec) -> Vec:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Sequence
 
 from tilewise.kernels import pack
 from tilewise.kernels.microkernel import accumulators, load_outputs, store_outputs, widths
 from tilewise.kernels.tables import Shape, up_to
-from tilewise.simd.builder import LANES, Bool, Builder, Int, IntLike, Ptr
+from tilewise.simd.builder import BF16, BF16_PAIR, LANES, Bool, Builder, Int, IntLike, Ptr, Var, Vec
 
+EVEN, ODD = range(0, 2 * LANES, 2), range(1, 2 * LANES, 2)  # lanes of two vectors
+LOWER, UPPER = ([x // 2 + first + x % 2 * LANES for x in range(LANES)] for first in (0, LANES // 2))  # back again
 LINE = 64  # bytes of a cache line
 FIRST_LEVEL, SECOND_LEVEL = 3, 2  # of the cache, into which a prefetch goes
 
@@ -40,26 +43,35 @@ def scores(b: Builder, shape: Shape, queries: Ptr, keys: Ptr, places: Places, S:
     of the next tile into the second.
     """
     query_row, rows = up_to(LANES, shape.D), range(shape.panel)
-    for group in b.loop(lo // LANES, up_to(LANES, hi) // LANES):
-        near = [keys + places.at(group * LANES + x) for x in range(LANES)]
-        acc = accumulators(b, shape.panel, 1)
+    together = 2 if shape.nr >= 4 else 1  # groups: chains of fma that fill the latency of one, where rows are few
+    end = up_to(LANES, hi) // LANES
+    for first in b.loop(lo // LANES, end, together):
+        groups = [b.imin(first + x, end - 1) for x in range(together)]
+        near = [[keys + places.at(group * LANES + x) for x in range(LANES)] for group in groups]
+        acc = accumulators(b, shape.panel, together)
         for d, count in pack.steps_over(b, shape.D, keys.element):
-            _ask(b, shape, keys, places, group * LANES, d, count)
-            for x, column in enumerate(pack.columns(b, [key + d for key in near], count)):
+            for group in groups:
+                _ask(b, shape, keys, places, group * LANES, together, d, count)
+            tiles = [pack.columns(b, [key + d for key in rows_of], count) for rows_of in near]
+            for x, columns in enumerate(zip(*tiles, strict=True)):
                 for r in rows:
                     q = b.broadcast(queries + d + (x + r * query_row))
-                    acc[r][0].value = b.fma(q, column, acc[r][0].value)
+                    for y, column in enumerate(columns):
+                        acc[r][y].value = b.fma(q, column, acc[r][y].value)
         for r in rows:
-            b.store(S + group * LANES + r * shape.columns, acc[r][0].value)
+            for y, group in enumerate(groups):
+                b.store(S + group * LANES + r * shape.columns, acc[r][y].value)
 
 
-def _ask(b: Builder, shape: Shape, keys: Ptr, places: Places, first: Int, d: Int, count: int) -> None:
-    """Prefetch, at each whole step over D, some rows of those a group and a tile ahead, in their order."""
+def _ask(
+    b: Builder, shape: Shape, keys: Ptr, places: Places, first: Int, together: int, d: Int, count: int
+) -> None:  # fmt: skip
+    """Prefetch, at each whole step over D, some rows of those `together` groups and a tile ahead, in their order."""
     steps = shape.D // count
-    each = -(-LANES // max(1, steps)) if count >= LANES else 0
+    each = -(-LANES // max(1, steps)) if count == pack.step_of(keys.element) else 0
     for x in range(each):
         row = first + b.imin(d // count * each + x, LANES - 1)
-        for distance, level in ((LANES, FIRST_LEVEL), (places.columns, SECOND_LEVEL)):
+        for distance, level in ((together * LANES, FIRST_LEVEL), (places.columns, SECOND_LEVEL)):
             later = keys + places.ahead(row, distance)
             for column in range(0, shape.D, LINE // keys.element.size):
                 b.prefetch(later + column, level)
@@ -69,30 +81,46 @@ def weighted_sum(
     b: Builder, shape: Shape, c: int, count: int, a: Ptr, alpha: Ptr, P: Ptr, values: Ptr, places: Places,
     lo: Int, hi: Int,
 ) -> Bool:  # fmt: skip
-    """a[r] = alpha[r] * a[r] + P[r, lo:hi] @ V[lo:hi] for `count` vectors from column c on; whether all V were finite.
+    """a[r] = alpha[r] * a[r] + P[r, lo:hi] @ V[lo:hi] for `count` vectors from column c on; whether all is finite.
 
-    Where one is not, a is left as it was. Rows of V are asked for as those of K are.
+    Where it is not, a is left as it was: a value that is not finite reaches every row, as 0 times it is NaN. Rows of V
+    are asked for as those of K are.
     """
-    zero = b.vec(0.0)
-    poison = [b.var(zero) for _ in range(count)]
     acc = load_outputs(b, shape.panel, count, a + c, shape.width, alpha)
+    paired = min(count, (shape.Dv - c) // LANES) // 2 * 2 if values.element is BF16 else 0
+    for cells in acc:
+        exchange(b, cells, paired, EVEN, ODD)
     for j in b.loop(lo, hi):
         row = values + places.at(j)
         for distance, level in ((LANES, FIRST_LEVEL), (places.columns, SECOND_LEVEL)):
             later = values + places.ahead(j, distance)
             for line in range(c, c + count * LANES, LINE // values.element.size):
                 b.prefetch(later + line, level)
-        columns = [pack.load_columns(b, row + x, shape.Dv - x) for x in range(c, c + count * LANES, LANES)]
-        for y, column in enumerate(columns):
-            poison[y].value = b.fma(column, zero, poison[y].value)
+        columns = [x for y in range(0, paired, 2) for x in pack.halves(b, b.load((row + c + y * LANES).of(BF16_PAIR)))]
+        rest = range(c + paired * LANES, c + count * LANES, LANES)
+        columns += [pack.load_columns(b, row + x, shape.Dv - x) for x in rest]
         for r in range(shape.panel):
             weight = b.broadcast(P + j + r * shape.columns)
             for y, column in enumerate(columns):
                 acc[r][y].value = b.fma(weight, column, acc[r][y].value)
-    finite = b.all(functools.reduce(operator.add, (p.value for p in poison)).equals(zero))
+    zero = b.vec(0.0)
+    poison = [functools.reduce(lambda p, x: b.fma(x.value, zero, p), cells, zero) for cells in acc]
+    finite = b.all(functools.reduce(operator.add, poison).equals(zero))
     for _ in b.when(finite):
+        for cells in acc:
+            exchange(b, cells, paired, LOWER, UPPER)
         store_outputs(b, acc, a + c, shape.width)
     return finite
+
+
+def exchange(b: Builder, cells: list[Var[Vec]], paired: int, first: Sequence[int], second: Sequence[int]) -> None:
+    """Replace each two of the first `paired` vectors by two choices of their 32 lanes.
+
+    A pair of vectors of bfloat16 is loaded at once, and taken apart into its even and its odd columns.
+    """
+    for y in range(0, paired, 2):
+        x0, x1 = cells[y].value, cells[y + 1].value
+        cells[y].value, cells[y + 1].value = b.shuffle(x0, x1, first), b.shuffle(x0, x1, second)
 
 
 def chunks(shape: Shape) -> list[tuple[int, int]]:

@@ -25,7 +25,8 @@ CALL = (
     "slopes", "slopes_lo", "slopes_hi", "slopes_batch", "slopes_head",
     "bias", "bias_lo", "bias_hi", "bias_batch", "bias_head", "bias_row",
     "mask", "mask_lo", "mask_hi", "mask_batch", "mask_head", "mask_row",
-    "kinds", "kinds_lo", "kinds_hi", "kinds_batch", "kinds_head", "kinds_panel",  # a byte a panel and tile
+    "kinds", "kinds_hi", "kinds_panel", "panels_batch", "panels_head",  # a byte a panel and tile; strides in panels
+    "tiles", "tiles_hi",  # the first tile and the end of those that a panel sees
     *(f"table{n}{end}" for n in range(MAX_TABLES) for end in ("", "_hi")),  # arrays that hooks captured
     "q_lo", "q_hi", "k_lo", "k_hi", "v_lo", "v_hi", "o_lo", "o_hi", "lse_lo", "lse_hi",
 )  # fmt: skip
@@ -137,6 +138,7 @@ class Shape:
             ("alpha", 0, 1, F32), ("beta", 0, 1, F32), ("inverse", 0, 1, F32), ("lse", 0, 1, F32),
             ("k_at", 2 * self.columns, 0, I64), ("v_at", 2 * self.columns, 0, I64),  # places of this tile, and the next
             ("visible", LANES * self.columns * self.variant.elements, 0, F32),  # 1 for a key that a row sees, like S
+            ("kinds", 0, 1 if self.variant.arrays else 0, I64),  # what bias and mask say of a panel and this tile
             ("row_index", 0, placed, I64), ("row_head", 0, placed, I64),
             ("row_lo", 0, 1, I64), ("row_hi", 0, 1, I64),
             ("panel_lo", 0, 1, I64), ("panel_lo_max", 0, 1, I64), ("panel_hi_min", 0, 1, I64), ("panel_hi", 0, 1, I64),

@@ -32,13 +32,12 @@ class Variant:
     alibi: bool = False
     bias: Operand | None = None
     mask: Operand | None = None
-    keep: Hook | None = None
-    blocks: bool = False  # whether a block mask says which tiles need a look at their elements, or none
+    keep: Hook | None = None  # a block mask says which tiles need a look at their elements
 
     @property
     def name(self) -> str:
         """A part of the kernel's name; nothing where there is no variant."""
-        parts = [name for name in ("softcap", "alibi", "blocks") if getattr(self, name)]
+        parts = [name for name in ("softcap", "alibi") if getattr(self, name)]
         parts += [f"{hook.kind}_{hook.digest}" for hook in (self.score, self.keep) if hook]
         for name in ("bias", "mask"):
             operand = getattr(self, name)
@@ -53,12 +52,12 @@ class Variant:
     @property
     def elements(self) -> bool:
         """Whether what a row sees is more than a range."""
-        return bool(self.bias or self.mask or self.keep)
+        return self.arrays or self.keep is not None
 
     @property
-    def always(self) -> bool:
-        """Whether every tile needs a look at its elements."""
-        return bool(self.bias or self.mask or (self.keep and not self.blocks))
+    def arrays(self) -> bool:
+        """Whether arrays tell what a row sees: the kernel looks at each tile of them."""
+        return bool(self.bias or self.mask)
 
     @property
     def hooks(self) -> list[Hook]:

@@ -23,7 +23,7 @@ from tilewise.simd.builder import Kernel
 from tilewise.simd.jit import Entry, executable
 
 # Where an address in the tables starts from: nothing, the tables themselves, or an array of the call.
-EXTRA = ("kinds", *(f"table{n}" for n in range(MAX_TABLES)))  # arrays that belong to a prepared call
+EXTRA = ("kinds", "tiles", *(f"table{n}" for n in range(MAX_TABLES)))  # arrays that belong to a prepared call
 BASES = ("none", "tables", "scratch", "q", "k", "v", "o", "lse", "sinks", "blocks", "slopes", "bias", "mask", *EXTRA)
 _NO_EXTRA = [0] * len(EXTRA)
 _MOST_BYTES = 1 << 62  # what 64-bit tables can still tell a kernel
@@ -86,10 +86,10 @@ def prepare(problem: Problem, plan: Plan, extra: dict[str, NDArray[Any]] | None 
         put(name, 0, name)
         put(name + "_hi", x.nbytes, name)
     if "kinds" in extra:  # [sequence, head, panel, tile], one for all sequences or heads where it has size 1
-        kinds = extra["kinds"]
-        put("kinds_lo", 0, "kinds")
-        for axis, name in enumerate(("kinds_batch", "kinds_head", "kinds_panel")):
-            put(name, kinds.strides[axis] if kinds.shape[axis] > 1 or axis == 2 else 0)
+        several, heads, panels, tiles = extra["kinds"].shape
+        put("kinds_panel", tiles)
+        put("panels_head", panels if heads > 1 else 0)
+        put("panels_batch", heads * panels if several > 1 else 0)
     blocks, one = ("blocks", problem.blocks_bytes) if problem.page_size else ("tables", call.nbytes)
     put("blocks_lo", 0, blocks)
     put("blocks_hi", one, blocks)

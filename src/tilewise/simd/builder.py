@@ -63,7 +63,7 @@ WORDS: dict[str, str] = {
     # masks
     "between": "ii>m", "mand": "mm>m", "mor": "mm>m", "mnot": "m>m", "any": "m>b", "all": "m>b",
     # memory
-    "load": "p>v", "load_part": "pi>v", "broadcast": "p>v", "load_int": "p>i", "prefetch": "p>",
+    "load": "p>v", "load_halves": "pp>v", "load_part": "pi>v", "broadcast": "p>v", "load_int": "p>i", "prefetch": "p>",
     "load_ints": "p>n", "load_lanes": "pii>v", "load_mask_lanes": "pii>m", "gather": "pn>v", "gather_ints": "pn>n",
     "store": "pv>", "store_part": "pvi>", "store_lane": "pv>", "store_int": "pi>", "fetch_add": "pi>i",
     "load_acquire": "p>i", "store_release": "pi>", "pause": ">",  # between threads
@@ -191,6 +191,10 @@ class Builder(ABC):
     def load(self, p: Ptr) -> Vec:
         """16 elements as float32; those of half types exactly."""
         return Vec(self, self.word("load", p))
+
+    def load_halves(self, p: Ptr, q: Ptr) -> Vec:
+        """8 elements from p, then 8 from q, of one type."""
+        return Vec(self, self.word("load_halves", p, q))
 
     def load_part(self, p: Ptr, count: IntLike) -> Vec:
         """The first `count` lanes from memory, zeros in the rest; nothing past them is read."""

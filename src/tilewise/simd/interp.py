@@ -209,6 +209,7 @@ _MEANING: dict[str, Callable[..., Any]] = {
     "any": lambda m: bool(m.any()),
     "all": lambda m: bool(m.all()),
     "load": lambda p: _read(p, LANES),
+    "load_halves": lambda p, q: np.concatenate([_read(x, LANES // 2) for x in (p, q)]),
     "load_part": lambda p, count: _load_lanes(p, 0, count, _read, np.float32),
     "broadcast": lambda p: np.full(LANES, _read(p, 1)[0]),
     "load_int": lambda p: int(_memory(p, 1, _INTEGER[p.element.name])[0]),

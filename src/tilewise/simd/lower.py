@@ -189,6 +189,12 @@ def _load(b: LlvmBuilder, p: Ptr) -> Any:
     return _from_memory(b, b.ir.load(raw, typ=_VECTOR[p.element.name], align=p.element.align), p.element)
 
 
+def _load_halves(b: LlvmBuilder, p: Ptr, q: Ptr) -> Any:
+    half = ir.VectorType(_ELEMENT[p.element.name], LANES // 2)
+    first, second = (b.ir.load(b.guard_elements(x, LANES // 2), typ=half, align=x.element.align) for x in (p, q))
+    return _from_memory(b, b.ir.shuffle_vector(first, second, _IOTA), p.element)
+
+
 def _broadcast(b: LlvmBuilder, p: Ptr) -> Any:
     scalar = b.ir.load(b.guard_elements(p, 1), typ=_ELEMENT[p.element.name], align=p.element.align)
     return _from_memory(b, b.all_lanes(scalar), p.element)
@@ -329,6 +335,7 @@ _LOWERING: dict[str, Callable[..., Any]] = {
     "any": lambda b, m: b.ir.icmp_signed("!=", b.ir.bitcast(m, _BITS), ir.Constant(_BITS, 0)),
     "all": lambda b, m: b.ir.icmp_signed("==", b.ir.bitcast(m, _BITS), ir.Constant(_BITS, -1)),
     "load": _load,
+    "load_halves": _load_halves,
     "load_part": _load_part,
     "broadcast": _broadcast,
     "load_int": _load_int,

@@ -103,14 +103,18 @@ def fold(b: Builder, rows: list[Vec], operation: str) -> Vec:
 
 
 def transpose(b: Builder, rows: list[Vec]) -> list[Vec]:
-    """The transpose of a 16 x 16 tile held in 16 vectors: four rounds of exchanges between rows 8, 4, 2, 1 apart."""
-    for half in (8, 4, 2, 1):
-        low = [x if not x & half else x - half + LANES for x in range(LANES)]
-        high = [x + half if not x & half else x + LANES for x in range(LANES)]
+    """The transpose of a tile held in vectors: 16 x 16, or 16 rows x 8 with rows x and x + 8 in the halves of vector x.
+
+    Rounds of exchanges between vectors 8, 4, 2, 1 apart.
+    """
+    distance = len(rows) // 2
+    while distance:
+        low = [x if not x & distance else x - distance + LANES for x in range(LANES)]
+        high = [x + distance if not x & distance else x + LANES for x in range(LANES)]
         result = list(rows)
-        for r in range(LANES):
-            if not r & half:
-                result[r] = b.shuffle(rows[r], rows[r + half], low)
-                result[r + half] = b.shuffle(rows[r], rows[r + half], high)
-        rows = result
+        for r in range(len(rows)):
+            if not r & distance:
+                result[r] = b.shuffle(rows[r], rows[r + distance], low)
+                result[r + distance] = b.shuffle(rows[r], rows[r + distance], high)
+        rows, distance = result, distance // 2
     return rows
