@@ -8,6 +8,7 @@ is used again. What is left for a layer is to look up its layout and to fill in 
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -16,7 +17,7 @@ from torch.autograd import forward_ad
 
 from tilewise.arguments import Array, F32Array
 from tilewise.config import current
-from tilewise.errors import KernelError
+from tilewise.errors import KernelError, ShapeError
 from tilewise.frontends.hf_ranges import Block, Calls
 from tilewise.frontends.tensors import array, torch, workers
 from tilewise.kernels.tables import CALL, CALL_INDEX, SEQUENCE, SEQUENCE_INDEX, up_to
@@ -32,58 +33,67 @@ _STEPS = 64  # keys: the plan of a decode step is made for the next multiple, an
 _IDLE = 2  # workspaces that calls keep for their next layer; more were needed by several threads at once
 _FILLED = ("q", "k", "v", "o", "sinks", "bias", "mask")  # of BASES: what a layer fills in
 _COUNTER = CALL_INDEX["counter"]
+_Tensor = torch.Tensor
+_EXTENTS = frozenset(index for name, index in CALL_INDEX.items() if name.endswith(("_lo", "_hi")))
+_DESCRIBES = tuple(SEQUENCE_INDEX[name] for name in ("keys", "first_key", "q_offset", "first_column", "k", "v"))
 
 
-class Layer(NamedTuple):
-    """What a layer asks for: q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv], any strides; the numbers."""
+def attend(
+    calls: Calls, q: Any, k: Any, v: Any, scale: float | None = None, softcap: float | None = None,
+    sinks: F32Array | None = None, bias: Array | None = None,
+) -> Any:  # fmt: skip
+    """o [B, Tq, H, Dv], new and contiguous; rows that see no key are 0.
 
-    q: Any
-    k: Any
-    v: Any
-    scale: float | None = None
-    softcap: float | None = None
-    sinks: F32Array | None = None  # [H]
-    bias: Array | None = None  # broadcastable to [B, H, Tq, Tk]
-
-
-def attend(calls: Calls, layer: Layer) -> Any:
-    """o [B, Tq, H, Dv], new and contiguous; rows that see no key are 0."""
-    q, k, v, scale, softcap, sinks, bias = layer
-    if not (_readable(q) and _readable(k) and _readable(v)) or forward_ad._current_level >= 0:
+    q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv] of any strides, sinks [H], bias broadcastable to
+    [B, H, Tq, Tk]. One sequence of queries may be that of all sequences.
+    """
+    if (
+        not (type(q) is type(k) is type(v) is _Tensor)
+        or q.requires_grad or k.requires_grad or v.requires_grad or forward_ad._current_level >= 0
+        or not (q.is_cpu and k.is_cpu and v.is_cpu) or q.is_neg() or k.is_neg() or v.is_neg()
+    ):  # fmt: skip
         q, k, v = _detached("query", q), _detached("key", k), _detached("value", v)
-    pool, knobs = calls.pool, current()
-    if pool is None or calls.knobs is not knobs:
-        pool = pool_for(workers(None))
-        if calls.of_one_pass:
-            calls.pool, calls.knobs = pool, knobs
-    q_shape, v_shape = q.shape, v.shape
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    if q_shape[0] != k_shape[0] and q_shape[0] == 1:  # learned queries
+        q = q.expand(k_shape[0], -1, -1, -1)
+        q_shape = q.shape
+    knobs = current()
+    made = calls.made
+    if made is None or made[0] is not knobs or not (calls.of_one_pass or made[1] is pool_for(workers(None))):
+        made = calls.made = knobs, pool_for(workers(None)), {}
+    _, pool, ready_for = made
     key: tuple[Any, ...] = (
-        q_shape, q.stride(), k.shape, k.stride(), v_shape, v.stride(), q.dtype, k.dtype, v.dtype, scale, softcap,
-        pool.threads, knobs.interpret, knobs.target, knobs.check,
+        q_shape, q.stride(), k_shape, k.stride(), v_shape, v.stride(), q.dtype, k.dtype, v.dtype, scale, softcap,
     )  # fmt: skip
     if sinks is not None or bias is not None:
         key += tuple(None if x is None else (x.shape, x.strides, x.dtype) for x in (sinks, bias))
     new = torch.zeros if calls.blind else torch.empty
     out = new((q_shape[0], q_shape[2], q_shape[1], v_shape[3]), dtype=q.dtype)
-    ready = calls.ready.get(key)
+    ready = ready_for.get(key)
     if ready is None:
-        if len(calls.ready) >= _REMEMBERED:
-            calls.ready.clear()
-        ready = calls.ready[key] = _ready(calls, Layer(q, k, v, *layer[3:]), out, pool.threads, key)
+        if len(ready_for) >= _REMEMBERED:
+            ready_for.clear()
+        ready = ready_for[key] = _ready(calls, Layer(q, k, v, scale, softcap, sinks, bias), out, pool.threads, key)
     if knobs.debug or knobs.check >= 2:
-        _launch_checked(ready, _operands(calls, Layer(q, k, v, *layer[3:]), out), pool)
-        return out
-    addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
-    if ready.further:
-        ready.run((*addresses, *map(address_of, (sinks, bias, calls.mask)), 0), pool)
+        _launch_checked(ready, _operands(calls, Layer(q, k, v, scale, softcap, sinks, bias), out), pool)
+    elif ready.further:
+        further = map(address_of, (sinks, bias, calls.mask))
+        ready.run((q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), *further, 0), pool)
     else:
-        ready.run((*addresses, 0, 0, 0, 0), pool)
+        ready.run((q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0, 0, 0, 0), pool)
     return out
 
 
-def _readable(x: Any) -> bool:
-    """Whether the memory of a tensor is what it means. That of a sparse one has no strides, which is seen later."""
-    return type(x) is torch.Tensor and x.is_cpu and not x.requires_grad and not x.is_neg()
+class Layer(NamedTuple):
+    """The arguments of `attend`."""
+
+    q: Any
+    k: Any
+    v: Any
+    scale: float | None
+    softcap: float | None
+    sinks: F32Array | None
+    bias: Array | None
 
 
 def _detached(name: str, x: Any) -> Any:
@@ -101,9 +111,9 @@ def _operands(calls: Calls, layer: Layer, out: Any) -> Operands:
 class _Table:
     """The table of a prepared call, in memory of its own, and which of its cells a layer fills in."""
 
-    __slots__ = ("address", "call", "cells", "entry", "fills", "items", "tables", "workers")
+    __slots__ = ("address", "call", "cells", "entry", "fills", "items", "places", "tables", "workers")
 
-    def __init__(self, call: Prepared, scratch: int) -> None:
+    def __init__(self, call: Prepared, scratch: int, extents: bool) -> None:
         self.call, self.entry, self.items, self.workers = call, call.entry, call.plan.items, call.plan.workers
         self.tables = np.empty_like(call.offsets)
         self.address = address_of(self.tables)
@@ -117,8 +127,31 @@ class _Table:
         self.fills = [
             (cell, offsets[cell], which.get(base[cell], len(_FILLED)))
             for cell in range(len(base))
-            if base[cell] in which or cell in written
+            if (base[cell] in which and (extents or cell not in _EXTENTS)) or cell in written
         ]
+        self.places = {cell: n for n, (cell, _, _) in enumerate(self.fills)}
+
+    def follow(self, step: _Step) -> None:
+        """Become the table of another decode step: other keys, which lie otherwise."""
+        cells, fills, places = self.cells, self.fills, self.places
+
+        def put(cell: int, value: int) -> None:
+            if cell in places:
+                fills[places[cell]] = (cell, value, fills[places[cell]][2])
+            else:
+                cells[cell] = value
+
+        for name, (shape, strides, size) in (("k", step.k), ("v", step.v)):
+            cells[CALL_INDEX[name + "_head"]], cells[CALL_INDEX[name + "_row"]] = strides[1:3]
+            if CALL_INDEX[name + "_hi"] in places:
+                reach = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+                put(CALL_INDEX[name + "_hi"], (1 + reach) * size)
+        for n, index in enumerate(self.call.plan.order.tolist()):
+            sequence, _, _, start, keys, k_offset, q_offset, *_ = step.parts[index]
+            k, v = ((sequence * strides[0] + start * strides[2]) * size for _, strides, size in (step.k, step.v))
+            row = len(CALL) + n * len(SEQUENCE)
+            for column, value in zip(_DESCRIBES, (keys, k_offset, q_offset, start, k, v), strict=True):
+                put(row + column, value)
 
     def run(self, addresses: tuple[int, ...], pool: Pool) -> None:
         cells = self.cells
@@ -132,25 +165,56 @@ class _Table:
                 raise KernelError(f"{self.call.plan.shape.name}: access out of bounds at {fault:#x}")
 
 
-class Ready:
-    """Prepared calls, with the memory for their tables and scratch kept from one layer to the next.
+class _Step(NamedTuple):
+    """What differs between two decode steps of one plan: the blocks, and (shape, strides, bytes of an element)."""
 
-    Two threads never share it: a layer takes a workspace, or makes one, and puts it back.
+    parts: list[Block]
+    k: Any
+    v: Any
+
+
+class _Workspace:
+    """Tables and scratch of some calls, and the decode step that the tables are of."""
+
+    __slots__ = ("scratch", "step", "tables")
+
+    def __init__(self, calls: list[Prepared], extents: bool) -> None:
+        self.scratch = aligned(max((call.plan.scratch_bytes for call in calls), default=0))
+        self.tables = [_Table(call, address_of(self.scratch), extents) for call in calls]
+        self.step: _Step | None = None
+
+
+class Ready:
+    """Prepared calls, with workspaces that are kept from one layer to the next, and between decode steps of one plan.
+
+    Two threads never share one: a layer takes a workspace, or makes one, and puts it back.
     """
 
     def __init__(self, calls: list[Prepared]) -> None:
         self.calls = [call for call in calls if call.plan.items]
         self.further = any((call.base >= BASES.index("sinks")).any() for call in calls)
-        self.idle: list[tuple[list[_Table], Any]] = []
+        self.step: _Step | None = None
+        self.idle: list[_Workspace] = []
+        knobs = current()
+        self.extents = knobs.interpret or knobs.check >= 2  # else no kernel reads them
+
+    def of_step(self, step: _Step) -> Ready:
+        """The same calls for another step, with the same workspaces."""
+        ready = copy(self)
+        ready.step = step
+        return ready
 
     def run(self, addresses: tuple[int, ...], pool: Pool) -> None:
         """Compute: addresses of _FILLED, 0 where there is none, and 0."""
         try:
             space = self.idle.pop()
         except IndexError:
-            scratch = aligned(max((call.plan.scratch_bytes for call in self.calls), default=0))
-            space = [_Table(call, address_of(scratch)) for call in self.calls], scratch
-        for table in space[0]:
+            space = _Workspace(self.calls, self.extents)
+        if space.step is not self.step:
+            for table in space.tables:
+                table.follow(cast(_Step, self.step))
+            space.step = self.step
+        for table in space.tables:
             table.run(addresses, pool)
         if len(self.idle) < _IDLE:
             self.idle.append(space)
@@ -169,10 +233,13 @@ _steps: dict[Any, Ready] = {}  # decode steps, by what their plans depend on
 
 
 def _ready(calls: Calls, layer: Layer, out: Any, threads: int, key: tuple[Any, ...]) -> Ready:
-    knobs = current()
-    options = {"scale": layer.scale, "softcap": layer.softcap}
-    dense = calls.mask is not None or layer.bias is not None
-    whole = layer.k.numel() and layer.k.shape[2] == layer.v.shape[2]  # else it is for make_problem to refuse
+    q, k, v, scale, softcap, _, bias = layer
+    shape = (q.shape[0], q.shape[2], k.shape[2])
+    if calls.shape != shape:
+        raise ShapeError(f"the mask is for [B, Tq, Tk] = {list(calls.shape)}, not for {list(shape)}")
+    knobs, options = current(), {"scale": scale, "softcap": softcap}
+    dense = calls.mask is not None or bias is not None
+    whole = k.numel() and k.shape[2] == v.shape[2]  # else it is for make_problem to refuse
     if not calls.step or dense or knobs.debug or knobs.check >= 2 or not whole:
         made, operands = [], _operands(calls, layer, out)
         for (causal, window), parts in calls.parts.items():
@@ -184,7 +251,7 @@ def _ready(calls: Calls, layer: Layer, out: Any, threads: int, key: tuple[Any, .
     top = up_to(_STEPS, longest)
     k_shape, k_stride, v_shape, v_stride = ((*x[:2], x[3]) for x in key[2:6])
     # strides of sequences and heads, and the number of keys, may change from step to step
-    step = (*key[:2], k_shape, k_stride[2:], v_shape, v_stride[2:], *key[6:], top)
+    step = (*key[:2], k_shape, k_stride[2:], v_shape, v_stride[2:], *key[6:], threads, knobs, top)
     template = _steps.get(step)
     if template is None:
         problem = _problem(_operands(calls, layer, out), parts, **options)
@@ -193,24 +260,7 @@ def _ready(calls: Calls, layer: Layer, out: Any, threads: int, key: tuple[Any, .
         if len(_steps) >= _REMEMBERED:
             _steps.clear()
         template = _steps[step] = Ready([prepare(problem, make_plan(problem, current_target(), threads))])
-    return Ready([_later(call, parts, layer.k, layer.v) for call in template.calls])
-
-
-def _later(call: Prepared, parts: list[Block], k: Any, v: Any) -> Prepared:
-    """A decode step's call with other keys: the cells of its tables that tell how many there are and how they lie."""
-    offsets = call.offsets.copy()
-    rows = offsets[len(CALL) : len(CALL) + len(parts) * len(SEQUENCE)].reshape(len(parts), len(SEQUENCE))
-    columns: Any = np.array([part[:7] for part in parts], np.int64)[call.plan.order].T
-    sequence, _, _, start, keys, k_offset, q_offset = columns
-    for name, x in (("k", k), ("v", v)):
-        batch, head, row, _ = x.stride()
-        reach = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-        for cell, value in (("_row", row), ("_head", head), ("_hi", (1 + reach) * x.itemsize)):
-            offsets[CALL_INDEX[name + cell]] = value
-        rows[:, SEQUENCE_INDEX[name]] = (sequence * batch + start * row) * x.itemsize
-    for name, column in (("keys", keys), ("first_key", k_offset), ("q_offset", q_offset), ("first_column", start)):
-        rows[:, SEQUENCE_INDEX[name]] = column
-    return replace(call, offsets=offsets)
+    return template.of_step(_Step(parts, *((x.shape, x.stride(), x.itemsize) for x in (k, v))))
 
 
 def _problem(operands: Operands, parts: list[Block], **options: Any) -> Problem:

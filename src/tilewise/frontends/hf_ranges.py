@@ -116,9 +116,7 @@ class Calls:
         self.blind = rows < shape[0] * shape[1]  # some row sees no key
         self.step = shape[1] == 1 and len(parts) == shape[0]  # a step of decode: a row of each sequence
         self.of_one_pass = False  # so that nobody changes knobs or the number of threads in between
-        self.ready: dict[Any, Any] = {}  # of each layout of a layer's arrays, what `hf_launch` made for it
-        self.pool: Any = None  # and what it knows for all layers of one pass
-        self.knobs: Any = None
+        self.made: Any = None  # by `hf_launch`: knobs, a pool, and what is ready for each layout of a layer's arrays
 
     def starts(self) -> set[int]:
         """The rows at which a block begins."""

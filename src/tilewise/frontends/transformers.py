@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from tilewise.errors import InvalidArgument, ShapeError
-from tilewise.frontends.hf_launch import Layer, attend
+from tilewise.errors import InvalidArgument
+from tilewise.frontends.hf_launch import attend
 from tilewise.frontends.hf_masks import RangeMask, bias_of, calls_of_tensor, hides, range_mask
 from tilewise.frontends.hf_ranges import Block, Calls, blocks
 from tilewise.frontends.tensors import array, torch
@@ -80,33 +80,30 @@ def attention(
     -------
     (o [B, Tq, H, Dv], None): weights are never made. Rows that see no key, such as those of padding, are 0.
     """
-    _refuse(module, dropout, options)
-    (B, H, Tq, _), (Bk, _, Tk, _) = query.shape, key.shape
-    if B == 1 < Bk:  # learned queries, the same for all sequences
-        B, query = Bk, query.expand(Bk, -1, -1, -1)
-    shape = (B, Tq, Tk)
+    if dropout or not _MAYBE_UNSUPPORTED.isdisjoint(options):  # asked here: a layer has no time for a call
+        _refuse(module, dropout, options)
     if type(attention_mask) is RangeMask:
         calls = attention_mask.calls
-    elif attention_mask is not None:
-        calls = calls_of_tensor(attention_mask, shape, H)
     else:
-        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-        calls = _unmasked(shape, bool(causal), options.get("sliding_window"), type(module).__name__)
-    if calls.shape != shape:
-        raise ShapeError(
-            f"{type(module).__name__}: the mask is for [B, Tq, Tk] = {list(calls.shape)}, not for {list(shape)}"
-        )
+        (B, H, Tq, _), (Bk, _, Tk, _) = query.shape, key.shape
+        shape = (max(B, Bk) if B == 1 else B, Tq, Tk)  # one sequence of learned queries is that of all sequences
+        if attention_mask is not None:
+            calls = calls_of_tensor(attention_mask, shape, H)
+        else:
+            causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+            calls = _unmasked(shape, bool(causal), options.get("sliding_window"), type(module).__name__)
     if (sequences := options.get("cu_seq_lens_q")) is not None and calls.starts() != set(sequences[:-1].tolist()):
         raise InvalidArgument(
             f"{type(module).__name__}: cu_seq_lens_q is {sequences.tolist()}, but the mask has sequences from rows "
             f"{sorted(calls.starts())}: pass the position_ids of packed sequences, and no attention_mask"
         )
-    bias = None
+    bias = calls.bias
     if position_bias is not None:
-        if calls.bias is not None:  # a mask that adds as well
+        if bias is not None:  # a mask that adds as well
             position_bias = attention_mask + position_bias.masked_fill(hides(position_bias), -torch.inf)
         bias = bias_of(position_bias)
-    return attend(calls, _layer(query, key, value, scaling, softcap, s_aux, calls.bias if bias is None else bias)), None
+    sinks = None if s_aux is None else _sinks(s_aux)
+    return attend(calls, query, key, value, scaling, softcap, sinks, bias), None
 
 
 def paged_attention(
@@ -126,13 +123,13 @@ def paged_attention(
     if position_ids is not None and position_ids.ndim == 2:  # else of images and text, which count otherwise
         starts = [position_ids[0, row].item() if row < query.shape[2] else 0 for row in rows[:-1]]
     calls = _packed((1, query.shape[2], key.shape[2]), tuple(rows), tuple(keys), tuple(starts), sliding_window)
-    return attend(calls, _layer(query, key, value, scaling, softcap, s_aux)), None
+    sinks = None if s_aux is None else _sinks(s_aux)
+    return attend(calls, query, key, value, scaling, softcap, sinks), None
 
 
-def _layer(q: Any, k: Any, v: Any, scale: Any, softcap: Any, sinks: Any, bias: Any = None) -> Layer:
-    if sinks is not None:  # a logit that the core adds in float32, whatever the model's dtype
-        sinks = array("s_aux", sinks if sinks.dtype is torch.float32 else sinks.float())
-    return Layer(q, k, v, scale, softcap, sinks, bias)
+def _sinks(s_aux: Any) -> Any:
+    """A logit of each head, which the core adds in float32, whatever the model's dtype."""
+    return array("s_aux", s_aux if s_aux.dtype is torch.float32 else s_aux.float())
 
 
 @functools.lru_cache(maxsize=64)
@@ -174,6 +171,9 @@ _UNSUPPORTED = {
     "block_indices": "sparse attention to selected blocks (block_indices)",
     "sinks": "sinks of its own kind (sinks)",
 }
+
+
+_MAYBE_UNSUPPORTED = frozenset((*_UNSUPPORTED, "output_attentions"))
 
 
 def _refuse(module: Any, dropout: float, options: dict[str, Any]) -> None:
