@@ -21,7 +21,8 @@ ROWS = 384  # query rows a tile: packing K and V costs 1 / ROWS of the products
 ROW_FLOATS = 1 << 18  # of q, a and a_total of a work item together: they stay in the second-level cache
 FEW_ROWS = 8  # query rows of a KV head that are better served by the streaming kernel
 SMALLEST_JOB = 2_000_000  # flops that repay the wake-up of another worker
-SPLIT_BELOW = 4  # query tiles a thread: with fewer, spans become work items of their own
+SPLIT_BELOW = 4  # query tiles a worker: with fewer, tiles get smaller, and spans become work items of their own
+SMALLEST_TILE = 64  # query rows: in smaller ones packing would cost too much
 BATCH_FLOPS = 1_000_000_000  # between two looks at signals
 LARGEST_ITEM = 20_000_000_000  # flops: a query tile of more is split, or a signal would have to wait for it
 
@@ -68,7 +69,7 @@ class Plan:
                 f"panel {s.panel} rows go through a tile of Bc {s.Bc} keys together",
                 f"{self.items} work items, {self.units} a query tile"
                 + (
-                    f": fewer than {SPLIT_BELOW} tiles a thread or tiles too long, so each span is one"
+                    f": fewer than {SPLIT_BELOW} tiles a worker or tiles too long, so each span is one"
                     * (self.units > 1)
                 ),
                 f"at least {SMALLEST_JOB} flops for each of {self.workers} workers "
@@ -80,7 +81,10 @@ class Plan:
 
 def make_plan(problem: Problem, target: Target, threads: int, hooks: Hooks = NO_HOOKS) -> Plan:
     """Choose rows a work item, the panel, the register tile and the number of workers."""
-    rows = _rows(problem)
+    pairs = problem.pairs()
+    flops = problem.flops(pairs)
+    wanted = max(1, min(threads, 1 + flops // SMALLEST_JOB))  # workers
+    rows = _rows(problem, wanted)
     views = problem.views
     types = (views["q"].type, views["k"].type, views["v"].type, views["o"].type)
     panel = next((p for p in PANELS if rows <= p), LANES)
@@ -94,16 +98,15 @@ def make_plan(problem: Problem, target: Target, threads: int, hooks: Hooks = NO_
         problem.partial,
         _variant(problem, hooks),
     )
-    pairs = problem.pairs()
     order = np.argsort(-pairs, kind="stable")
     tiles = -(-problem.rows * problem.group // rows)
-    flops, all_tiles = problem.flops(pairs), int(tiles.sum()) * problem.Hkv
-    few = threads > 1 and all_tiles < SPLIT_BELOW * threads
+    all_tiles = int(tiles.sum()) * problem.Hkv
+    few = wanted > 1 and all_tiles < SPLIT_BELOW * wanted
     units = _spans(problem, rows) if not problem.partial and (few or flops > LARGEST_ITEM * all_tiles) else 1
     first_item = np.zeros(problem.B + 1, np.int64)
     np.cumsum(tiles[order] * (problem.Hkv * units), out=first_item[1:])
     items = int(first_item[-1])
-    workers = max(1, min(threads, items, 1 + flops // SMALLEST_JOB))
+    workers = max(1, min(wanted, items))
     batch = max(1, min(items, BATCH_FLOPS * items // max(1, flops)))
     return Plan(target, shape, rows, units, order, first_item, workers, threads, batch)
 
@@ -125,12 +128,17 @@ def by_rows(problem: Problem) -> list[Problem]:
     return [problem.of(~few), problem.of(few)]
 
 
-def _rows(problem: Problem) -> int:
-    """Rows a work item: what br asks for, or as many as repay packing and fit the cache; no more than there are."""
+def _rows(problem: Problem, workers: int) -> int:
+    """Rows a work item: what br asks for, or as many as repay packing, fit the cache and leave work for all workers;
+    no more than there are."""
+    rows = problem.rows * problem.group
     row_floats = problem.D + 2 * problem.Dv
     wanted = problem.br * problem.group if problem.br else min(ROWS, max(LANES, ROW_FLOATS // row_floats))
+    if workers > 1 and not problem.br:
+        each = int(rows.sum()) * problem.Hkv // (SPLIT_BELOW * workers)
+        wanted = min(wanted, max(SMALLEST_TILE, each))
     wanted = up_to(LANES, wanted) if wanted > LANES else next(p for p in PANELS if wanted <= p)  # in whole panels
-    return max(1, min(wanted, int(problem.rows.max(initial=0)) * problem.group))
+    return max(1, min(wanted, int(rows.max(initial=0))))
 
 
 def _spans(problem: Problem, rows: int) -> int:
@@ -139,5 +147,6 @@ def _spans(problem: Problem, rows: int) -> int:
     first, end = problem.k_offset, problem.k_offset + problem.kv_len
     lo = np.maximum(first, problem.q_offset - left)
     hi = np.minimum(end, problem.q_offset + problem.rows + right)
-    keys = min(int((hi - lo).max(initial=0)), left + right + 1 + -(-rows // max(1, problem.group)))
-    return (keys + problem.span - 2) // problem.span + 1 if keys > 0 else 1
+    of_sequence = np.where(lo < hi, (hi - 1) // problem.span - lo // problem.span + 1, 1).max(initial=1)
+    keys = left + right + 1 + -(-rows // max(1, problem.group))
+    return min(int(of_sequence), (keys + problem.span - 2) // problem.span + 1)

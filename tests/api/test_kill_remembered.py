@@ -52,9 +52,9 @@ def test_same_register_tile_on_two_targets(monkeypatch: pytest.MonkeyPatch) -> N
     compiled: list[str] = []
     compile_object = jit._object_of
 
-    def watched(text: str, target: Any) -> bytes:
+    def watched(kernel: Any, target: Any, checked: bool) -> bytes:
         compiled.append(target.name)
-        return compile_object(text, target)
+        return compile_object(kernel, target, checked)
 
     monkeypatch.setattr(jit, "_object_of", watched)
     monkeypatch.setattr(jit, "_entries", {})

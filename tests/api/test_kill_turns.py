@@ -75,14 +75,14 @@ def assert_serial_bits(c: Case, late: Late, threads: int, items: list[tuple[int,
 @pytest.mark.parametrize("sinks", [None, [1.5]], ids=["no sink", "sink"])
 def test_a_late_span_is_waited_for(late: Late, sinks: Any) -> None:
     c = problem(1).change(sinks=None if sinks is None else np.array(sinks, np.float32))
-    assert_serial_bits(c, late, 3, [(0, unit) for unit in range(3)])
+    assert_serial_bits(c, late, 2, [(0, unit) for unit in range(2)])
 
 
 @pytest.mark.parametrize("threads", [2, 3])
 def test_a_slot_is_not_reused_too_early(late: Late, threads: int) -> None:
     """More tiles than slots: a tile waits until the one that had its slot has written its rows."""
     tiles = 2 * threads + 1
-    assert_serial_bits(problem(tiles), late, threads, [(start, unit) for start in range(tiles) for unit in range(3)])
+    assert_serial_bits(problem(tiles), late, threads, [(start, unit) for start in range(tiles) for unit in range(2)])
 
 
 def test_keys_that_begin_inside_a_span(late: Late) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 import tilewise as tw
 from tilewise.arguments import BFLOAT16
+from tilewise.runtime.pool import pool_for
 
 torch = pytest.importorskip("torch")
 tt = importlib.import_module("tilewise.torch")
@@ -209,16 +210,17 @@ def test_threads(seen: list[dict[str, Any]]) -> None:
         for threads in (1, 3):
             torch.set_num_threads(threads)
             tt.attention(*given)
-            assert seen[-1]["pool"] == threads
+            assert pool_for(seen[-1]["pool"]).threads == threads
             torch.ops.tilewise.attention(*given)
-            assert seen[-1]["pool"] == threads
+            assert pool_for(seen[-1]["pool"]).threads == threads
         torch.ops.tilewise.attention(*given, threads=2)
         assert seen[-1]["pool"] == 2
         with tw.config(threads=5):
             tt.attention(*given)
         tt.attention(*given, pool=2)
         tt.attention(*given, pool=pool)
-        assert [call["pool"] for call in seen[-3:]] == [5, 2, pool]
+        assert pool_for(seen[-3]["pool"]).threads == 5
+        assert [call["pool"] for call in seen[-2:]] == [2, pool]
     finally:
         torch.set_num_threads(before)
         pool.close()

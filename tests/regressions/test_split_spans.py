@@ -48,3 +48,16 @@ def test_spans_that_no_row_sees_are_no_work(options: dict[str, int]) -> None:
     assert make_plan(problem, current_target(), 2).units <= 2
     o = tw.attention(q, k, k, causal=True, pool=2, **options)
     np.testing.assert_allclose(o, 1, rtol=1e-5)
+
+
+@pytest.mark.parametrize("T", [128, 256, 700])
+def test_workers_do_not_wait_for_spans_that_are_not_there(T: int) -> None:
+    """A prefill of 9 heads on 3 KV heads had 3 to 6 tiles, each with a second item for a span without keys: whoever
+    took it waited for the first, so two threads were slower than one."""
+    q, k = np.ones((1, 9, T, 64), np.float32), np.ones((1, 3, T, 64), np.float32)
+    problem, _ = make_problem(q, k, k, causal=True)
+    plan = make_plan(problem, current_target(), 2)
+    assert plan.workers == 2
+    assert plan.units == 1
+    assert plan.items >= 8
+    assert make_plan(problem, current_target(), 1).rows == 384  # alone, the most that fit

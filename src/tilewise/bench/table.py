@@ -26,16 +26,17 @@ W1, W2, W3, W4, W4b, W6, CALL = (w for w in SPEED if w.name in ("W1", "W2", "W3"
 W4_LONG = replace(W4, name="W4x4", title="decode, 4 times the keys", Tk=32768, q_offset=32767)
 
 
-def half() -> Iterator[Workload]:
-    """In half types, beside our own float32."""
-    for w in (W1, W2, W3, W4, W4_LONG, W4b):
-        for type in ("bf16", "f16"):
-            yield replace(w, name=f"{w.name}.{type}", type=type, beside=w)
-
-
 def batch(name: str, title: str, H: int, Hkv: int, D: int, lengths: Iterable[int], Tq: int, **more: Any) -> Batch:
     lengths = tuple(lengths)
     return Batch(name, title, len(lengths), H, Hkv, Tq, max(lengths), D, causal=True, lengths=lengths, **more)
+
+
+def half() -> Iterator[Workload]:
+    """In half types, beside our own float32."""
+    paged = batch("P16", "paged decode", 32, 8, 128, [8192], 1, page=16)
+    for w in (W1, W2, W3, W4, W4_LONG, W4b, paged):
+        for type in ("bf16", "f16"):
+            yield replace(w, name=f"{w.name}.{type}", type=type, beside=w)
 
 
 # Token counts as users have them: many short, few long, in no order

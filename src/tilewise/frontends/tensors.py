@@ -70,9 +70,15 @@ def tensor(x: NDArray[Any]) -> torch.Tensor:
 
 
 def workers(pool: Pool | int | None) -> Pool | int:
-    """What a call's `pool` means beside PyTorch: None is TILEWISE_THREADS where that is set, else PyTorch's number."""
+    """What a call's `pool` means beside PyTorch: None is PyTorch's threads, as many as TILEWISE_THREADS says where that
+    is set, else PyTorch."""
     if pool is None:
-        return current().threads or int(torch.get_num_threads())
+        threads = current().threads or int(torch.get_num_threads())
+        if threads > 1:
+            from tilewise.frontends.openmp import openmp_pool
+
+            return openmp_pool(threads) or threads
+        return threads
     return pool
 
 

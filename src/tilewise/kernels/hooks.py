@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import linecache
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tilewise.errors import InvalidArgument
-from tilewise.kernels.captured import Captured
-from tilewise.kernels.traced import Table, Traced, TraceError, lift
 from tilewise.simd.builder import Builder, Int, Mask, Ptr, Vec
-from tilewise.simd.text import TextBuilder
+
+if TYPE_CHECKING:  # what only calls with functions need is imported by them: it takes a tenth of the whole import
+    from tilewise.kernels.captured import Captured
+    from tilewise.kernels.traced import Table
 
 MAX_TABLES = 8  # captured arrays of a call
 
@@ -39,13 +40,19 @@ class Hook:
 
     def score(self, b: Builder, pointers: list[Ptr], s: Vec, *place: Int) -> Vec:
         """The changed score; place is (sequence, query head, query position, first of 16 key positions)."""
+        from tilewise.kernels.traced import Traced, lift
+
         return lift(b, self._call(b, pointers, Traced(b, s), *place)).floats()
 
     def keep(self, b: Builder, pointers: list[Ptr], *place: Int) -> Mask:
         """Which of 16 keys are seen."""
+        from tilewise.kernels.traced import lift
+
         return lift(b, self._call(b, pointers, *place)).mask()
 
     def _call(self, b: Builder, pointers: list[Ptr], *arguments: Any) -> Any:
+        from tilewise.kernels.traced import Traced
+
         *first, batch, head, i, j = arguments
         place = Traced(b, batch), Traced(b, head), Traced(b, i), Traced(b, j, steps=True)
         return self.captured.call(pointers, *first, *place)
@@ -72,6 +79,8 @@ def trace(kind: str, function: Any) -> tuple[Hook, list[np.ndarray[Any, Any]]]:
 
     Raises InvalidArgument, with the line, for a function that cannot be traced.
     """
+    from tilewise.kernels.captured import Captured
+
     if not callable(function):
         raise TypeError(f"{kind} must be a function, got {type(function).__name__}")
     captured = None
@@ -90,6 +99,9 @@ def trace(kind: str, function: Any) -> tuple[Hook, list[np.ndarray[Any, Any]]]:
 
 def _text(kind: str, captured: Captured) -> str:
     """What the function writes."""
+    from tilewise.kernels.traced import TraceError
+    from tilewise.simd.text import TextBuilder
+
     b = TextBuilder()
     pointers = [b.pointer(Int(b, f"TABLE{n}"), 0, 0) for n in range(MAX_TABLES)]
     place = [Int(b, name) for name in ("SEQUENCE", "HEAD", "ROW", "KEY")]

@@ -193,6 +193,7 @@ class Pool:
         self._turn = threading.Lock()
         self._crew: _Crew | None = None
         self._closed = False
+        self._native = True  # whether `run_native` may be asked
         _pools.add(self)
 
     @property
@@ -233,6 +234,11 @@ class Pool:
                 self._idle_crew().run(workers, fn, cancel)
         finally:
             _here.inside = False
+
+    def run_native(self, workers: int, entry: int, table: int) -> bool:
+        """Call the native function at `entry` with (table, w) for some or all w in range(workers), on threads that are
+        no Python threads. False, and nothing is called, where the pool has none: then it is `run` that will do."""
+        return False
 
     def parallel_for(self, n: int, fn: Work) -> None:
         """Call fn(i) for each i in range(n), each on whichever thread is free; i are claimed in ascending order.
@@ -310,6 +316,7 @@ class Pool:
 
     def _after_fork_in_child(self) -> None:
         self._turn = threading.Lock()
+        self._native = False
         crew, self._crew = self._crew, None
         if crew is not None:
             crew.orphan()

@@ -65,3 +65,21 @@ def with_vector_width(module: ir.Module, target: Target) -> str:
     """The text; llvmlite knows no string attributes: the widest vectors that LLVM may use are those of the target."""
     width = f'"prefer-vector-width"="{target.vector_bits}" "min-legal-vector-width"="{target.vector_bits}"'
     return re.sub(r"^(define [^\n]*\))", rf"\1 {width}", str(module), flags=re.MULTILINE)
+
+
+def team_ir(target: Target) -> str:
+    """`void team(i64 work[3])` for threads of somebody else's: each takes a number from work[2] and calls the kernel
+    work[0] with the table work[1] and that number as its worker's."""
+    return f"""
+target triple = "{target.triple}"
+define void @team(ptr %work) {{
+  %table.at = getelementptr i64, ptr %work, i64 1
+  %next.at = getelementptr i64, ptr %work, i64 2
+  %entry = load i64, ptr %work
+  %table = load i64, ptr %table.at
+  %worker = atomicrmw add ptr %next.at, i64 1 monotonic
+  %kernel = inttoptr i64 %entry to ptr
+  call i64 %kernel(i64 %table, i64 %worker)
+  ret void
+}}
+"""

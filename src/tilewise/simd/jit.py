@@ -18,12 +18,13 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import llvmlite
 import llvmlite.binding as llvm
 
 from tilewise.config import current
 from tilewise.errors import TargetError
 from tilewise.simd.builder import Kernel
-from tilewise.simd.environment import trampoline_ir
+from tilewise.simd.environment import team_ir, trampoline_ir
 from tilewise.simd.interp import interpret
 from tilewise.simd.lower import YIELD, llvm_ir
 from tilewise.simd.target import Target, current_target, missing_features
@@ -126,20 +127,40 @@ def _write_cached(path: Path, code: bytes) -> None:
             os.unlink(name)
 
 
+def _digest_of_sources() -> str:
+    """Of all that writes kernels. Empty where there is nothing to read, as in an archive."""
+    package, digest = Path(__file__).parents[1], hashlib.sha256()
+    try:
+        for path in sorted([*package.glob("kernels/*.py"), *package.glob("simd/*.py"), package / "visibility.py"]):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    except OSError:
+        return ""
+    return digest.hexdigest()
+
+
+_SOURCES = _digest_of_sources()  # when they are loaded: they may be edited later
+
+
 def cache_key(text: str, target: Target) -> str:
-    """What a compiled kernel depends on: its IR text, the target, the passes and the LLVM that compiles it."""
+    """What a compiled kernel depends on: its IR text (or what determines that), the target, the passes and the LLVM
+    that compiles it."""
     facts = (text, " ".join(_PASSES), target.name, target.triple, target.cpu, repr(llvm.llvm_version_info))
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()
 
 
-def _object_of(text: str, target: Target) -> bytes:
-    folder = cache_folder()
+def _object_of(kernel: Kernel, target: Target, checked: bool) -> bytes:
+    folder, text = cache_folder(), ""
     if folder is None:
-        return compile_object(text, target)
-    path = folder / f"{cache_key(text, target)}.o"
+        return compile_object(llvm_ir(kernel, target, checked), target)
+    if kernel.named and _SOURCES:  # to write IR takes longer than all else that a hit costs
+        key = cache_key(f"{_SOURCES} {llvmlite.__version__} {kernel.name} {checked}", target)
+    else:
+        text = llvm_ir(kernel, target, checked)
+        key = cache_key(text, target)
+    path = folder / f"{key}.o"
     code = _read_cached(path)
     if code is None:
-        code = compile_object(text, target)
+        code = compile_object(text or llvm_ir(kernel, target, checked), target)
         _write_cached(path, code)
     return code
 
@@ -181,10 +202,9 @@ def native(kernel: Kernel, target: Target, checked: bool = False) -> Entry:
         with _lock:
             entry = _entries.get(key)
             if entry is None:
-                text = llvm_ir(kernel, target, checked)
                 if dump := current().dump:
-                    _dump(str(dump), kernel, target, text)
-                entry = _entries[key] = _load(_object_of(text, target), kernel.name, target)
+                    _dump(str(dump), kernel, target, llvm_ir(kernel, target, checked))
+                entry = _entries[key] = _load(_object_of(kernel, target, checked), kernel.name, target)
     return entry
 
 
@@ -196,14 +216,29 @@ def executable(kernel: Kernel) -> Entry:
     return native(kernel, current_target(), knobs.check >= 2)
 
 
+def _glue(name: str, text: Callable[[Target], str], target: Target) -> Entry:
+    """A function that is no kernel, compiled once a process."""
+    with _lock:
+        entry = _entries.get((name, target.name, False))
+        if entry is None:
+            entry = _entries[name, target.name, False] = _load(compile_object(text(target), target), name, target)
+        return entry
+
+
+def entry_address(entry: Entry) -> int:
+    """Where the code of a native entry is; 0 for an interpreted one."""
+    return ctypes.cast(entry, ctypes.c_void_p).value or 0 if isinstance(entry, _SIGNATURE) else 0
+
+
+def team_address() -> int:
+    """Where the code of `environment.team_ir` is."""
+    return entry_address(_glue("team", team_ir, current_target()))
+
+
 def _interpreted(kernel: Kernel, target: Target) -> Entry:
     """The interpreter as an entry: called back from native code that sets the floating-point environment, as NumPy's
     arithmetic obeys the caller's."""
-    with _lock:
-        trampoline = _entries.get(("trampoline", target.name, False))
-        if trampoline is None:
-            code = compile_object(trampoline_ir(target), target)
-            trampoline = _entries["trampoline", target.name, False] = _load(code, "trampoline", target)
+    trampoline = _glue("trampoline", trampoline_ir, target)
 
     def entry(table: int, worker: int) -> int:
         failures: list[BaseException] = []
