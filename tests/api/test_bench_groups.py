@@ -73,7 +73,7 @@ def bench(
 def test_half_is_beside_the_same_in_float32() -> None:
     half = GROUPS["half"]
     assert [(w.beside.name, w.type) for w in half if w.beside] == [
-        (name, type) for name in ("W1", "W2", "W3", "W4", "W4x4", "W4b") for type in ("bf16", "f16")
+        (name, type) for name in ("W1", "W2", "W3", "W4", "W4x4", "W4b", "P16") for type in ("bf16", "f16")
     ]
     for w in half:
         assert w.beside is not None
