@@ -364,6 +364,21 @@ def test_figures() -> None:
     assert [report.duration(x) for x in times] == ["2.0 us", "12.3 ms", "999 ms", "1 s", "14.9 s"]
 
 
+def test_figures_of_rounds() -> None:
+    """A machine that is slower in some rounds: what is compared is what was measured in the same round."""
+    ours = RECORD | {"rounds": [0.5, 1.0, 0.5], "median": 0.5}
+    peer = RECORD | {"rounds": [0.75, 1.5, 1.5], "median": 1.5}
+    few = RECORD | {"rounds": [4.0], "median": 4.0}
+    roof = {**RESULT["roof"], "fma_rounds": [1, 2, 2], "fma_flops": 4e10, "read_rounds": [1, 2, 2], "read_bytes": 1e10}
+    result = RESULT | {"ours": ours, "peers": [peer, few], "roof": roof}
+    assert report.ratio(result) == 1.5  # of the medians it is 3
+    assert report.times_ours(result, few) == 8
+    shares = report.figures(result, ours)
+    work = RESULT["flops"] / 4e10
+    assert shares["fma_share"] == pytest.approx(work * 2)  # the roof takes 2, 2 and 4 times our time
+    assert report.figures(result, ours, "best")["fma_share"] == report.figures(RESULT, ours, "best")["fma_share"]
+
+
 def test_table_of_the_readme(bench: Command, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_text(json.dumps(RUN))

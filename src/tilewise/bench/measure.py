@@ -251,7 +251,9 @@ def roof_record(probe: RoofProbe | None, roof: Sequence[Contender]) -> dict[str,
         "read": probe.nbytes / statistics.median(read.seconds),
         "read_best": probe.nbytes / min(map(min, read.bursts)),
         "read_kernel": read.variant,
-    }
+        "fma_rounds": _rounds(fma), "read_rounds": _rounds(read),
+        "fma_flops": probe.flops, "read_bytes": probe.nbytes,
+    }  # fmt: skip
 
 
 def record(x: Contender) -> dict[str, Any]:
@@ -260,6 +262,11 @@ def record(x: Contender) -> dict[str, Any]:
     return {
         "peer": x.peer, "variant": x.variant, "version": x.runner.version, "median": statistics.median(x.seconds),
         "best": min(calls), "lowest": min(x.seconds), "highest": max(x.seconds), "calls": len(calls),
-        "rounds": [float(f"{seconds:.6g}") for seconds in x.seconds], "first": x.opened.first_seconds,
+        "rounds": _rounds(x), "first": x.opened.first_seconds,
         "growth": x.opened.growth, "first_growth": x.opened.first_growth, "max_error": x.error,
     }  # fmt: skip
+
+
+def _rounds(x: Contender) -> list[float]:
+    """Seconds, one figure a round."""
+    return [float(f"{seconds:.6g}") for seconds in x.seconds]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -16,16 +17,29 @@ Result = Mapping[str, Any]
 Record = Mapping[str, Any]
 
 
+def paired(x: Sequence[float], y: Sequence[float]) -> float | None:
+    """How many times y's seconds x's are: the median over rounds, as a machine may be slower in some; None where the
+    two did not take part in the same rounds."""
+    if not x or len(x) != len(y):
+        return None
+    return float(statistics.median(a / b for a, b in zip(x, y, strict=True)))
+
+
 def figures(result: Result, x: Record, which: str = "median") -> dict[str, float]:
     """Speed of a contender by its median or best time: GFLOP/s, GB/s of keys and values, shares of both roofs.
 
     `share` is of the roof that is the lower one for this workload: the least time that the machine needs / the time.
+    By the median, it is of the roof in the same rounds.
     """
-    seconds = x[which]
+    seconds, roof = x[which], result["roof"]
     found = {"gflops": result["flops"] / seconds / 1e9, "gbytes": result["kv_bytes"] / seconds / 1e9}
-    if result["roof"]:
-        found["fma_share"] = result["flops"] / result["roof"]["flops"] / seconds
-        found["read_share"] = result["kv_bytes"] / result["roof"]["read"] / seconds
+    if roof:
+        for name, work, kernel, of_kernel, rate in (
+            ("fma_share", "flops", "fma_rounds", "fma_flops", "flops"),
+            ("read_share", "kv_bytes", "read_rounds", "read_bytes", "read"),
+        ):
+            times = paired(roof.get(kernel, ()), x.get("rounds", ())) if which == "median" else None
+            found[name] = result[work] / (roof[of_kernel] / times if times else roof[rate] * seconds)
         found["share"] = max(found["fma_share"], found["read_share"])
     return found
 
@@ -36,15 +50,21 @@ def limit(result: Result) -> str:
     return "fma" if own.get("fma_share", 0) >= own.get("read_share", 0) else "reads"
 
 
+def times_ours(result: Result, x: Record) -> float:
+    """How many times our time a contender's is."""
+    ours = result["ours"]
+    return paired(x.get("rounds", ()), ours.get("rounds", ())) or float(x["median"] / ours["median"])
+
+
 def fastest(result: Result) -> Record | None:
-    """The peer with the lowest median."""
-    return min(result["peers"], key=lambda x: x["median"], default=None)
+    """The peer that is nearest to us, or farthest ahead."""
+    return min(result["peers"], key=lambda x: times_ours(result, x), default=None)
 
 
 def ratio(result: Result) -> float | None:
-    """How many times our median the fastest peer's is."""
+    """How many times our time the fastest peer's is."""
     best = fastest(result)
-    return best["median"] / result["ours"]["median"] if best else None
+    return times_ours(result, best) if best else None
 
 
 def relative(result: Result, side: str = "ours") -> float | None:
@@ -53,7 +73,7 @@ def relative(result: Result, side: str = "ours") -> float | None:
     if not beside:
         return None
     if side == "ours":
-        return figures(result, result["ours"])["gflops"] / figures(beside, beside["ours"])["gflops"]
+        return float(result["flops"] / beside["flops"]) * times_ours(result, beside["ours"])
     name = {"fma": "flops", "reads": "read"}[limit(result)]
     return result["roof"][name] / beside["roof"][name] if result["roof"] and beside["roof"] else None
 
@@ -163,7 +183,7 @@ def _cells(result: Result, x: Record) -> Iterator[str]:
     yield f"{best['gflops']:.1f}"
     yield f"{middle['gbytes']:.2f}"
     yield f"{100 * middle['share']:.0f} %" if "share" in middle else ""
-    yield "" if x is result["ours"] else f"{x['median'] / result['ours']['median']:.2f}x"
+    yield "" if x is result["ours"] else f"{times_ours(result, x):.2f}x"
     yield megabytes(x["growth"])
     yield f"{x['max_error']:.1e}"
     yield str(x["calls"])
@@ -250,7 +270,8 @@ def markdown(run: Mapping[str, Any]) -> str:
         + (", a virtual machine" if x["virtual"] else "")
         + f". tilewise {x['tilewise']}, target {run['target']}. Peers: {peers or 'none'}.",
         "The roof is what the same run measured with kernels of its own: float32 multiply-add, or reads of as many "
-        "bytes as the keys and values, whichever is the lower limit. The ratio is the fastest peer's time / ours."
+        "bytes as the keys and values, whichever is the lower limit. The ratio is the fastest peer's time / ours. "
+        "Shares and ratios are medians over rounds, of figures of one round."
         + " Beside: our operations a second / those of ours on another workload, in the same rounds."
         * any(besides),
         f"Made by `{run['command']}`.",
