@@ -48,20 +48,21 @@ def attend(
     [B, H, Tq, Tk]. One sequence of queries may be that of all sequences.
     """
     if (
-        not (type(q) is type(k) is type(v) is _Tensor)
-        or q.requires_grad or k.requires_grad or v.requires_grad or forward_ad._current_level >= 0
-        or not (q.is_cpu and k.is_cpu and v.is_cpu) or q.is_neg() or k.is_neg() or v.is_neg()
+        not (type(q) is type(k) is type(v) is _Tensor and q.is_cpu and k.is_cpu and v.is_cpu)
+        or q.is_neg() or k.is_neg() or v.is_neg() or forward_ad._current_level >= 0
+        or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
     ):  # fmt: skip
         q, k, v = _detached("query", q), _detached("key", k), _detached("value", v)
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
     if q_shape[0] != k_shape[0] and q_shape[0] == 1:  # learned queries
         q = q.expand(k_shape[0], -1, -1, -1)
         q_shape = q.shape
-    knobs = current()
     made = calls.made
-    if made is None or made[0] is not knobs or not (calls.of_one_pass or made[1] is pool_for(workers(None))):
-        made = calls.made = knobs, pool_for(workers(None)), {}
-    _, pool, ready_for = made
+    if made is None or not calls.of_one_pass:
+        knobs, pool = current(), pool_for(workers(None))
+        if made is None or made[0] is not knobs or made[1] is not pool:
+            made = calls.made = knobs, pool, {}
+    knobs, pool, ready_for = made
     key: tuple[Any, ...] = (
         q_shape, q.stride(), k_shape, k.stride(), v_shape, v.stride(), q.dtype, k.dtype, v.dtype, scale, softcap,
     )  # fmt: skip
