@@ -58,6 +58,9 @@ def test_they_are_the_default(runs: list[int]) -> None:
         assert torch.equal(lse, one_lse)
         assert runs.pop() == threads
         assert not runs
+        pool = workers(None)
+        assert isinstance(pool, OpenMPPool)
+        assert pool._crew is None  # no worker of ours was woken beside them
 
 
 def test_spans_that_wait_for_each_other(runs: list[int]) -> None:

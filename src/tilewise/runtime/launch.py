@@ -166,8 +166,9 @@ def _run(calls: Sequence[Prepared], operands: Operands, scratch: NDArray[np.uint
 def run_workers(call: Prepared, tables: I64Array, pool: Pool) -> None:
     items, entry, address = call.plan.items, call.entry, address_of(tables)
     if call.plan.workers > 1 and not call.checked and (native := entry_address(entry)):
-        while tables[_COUNTER] < items and pool.run_native(call.plan.workers, native, address):
-            pass
+        while pool.run_native(call.plan.workers, native, address):
+            if tables[_COUNTER] >= items:
+                return
 
     def work(worker: int) -> None:
         try:
