@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import re
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tilewise.frontends.tensors import torch
 from tilewise.runtime.pool import Pool
 from tilewise.simd.jit import team_address
 
+_PROCESS = os.getpid()
 _LIBRARY = re.compile(r"/lib(gomp|iomp5|omp)[^/]*\.so[^/]*$")
 
 
@@ -32,7 +34,7 @@ class OpenMPPool(Pool):
 
     def run_native(self, workers: int, entry: int, table: int) -> bool:
         """See `Pool.run_native`. OpenMP may give us fewer threads than we ask for: they then claim what there is."""
-        if not self._native:
+        if os.getpid() != _PROCESS:  # the child of a fork: OpenMP's threads are gone, and it would wait for them
             return False
         work = (ctypes.c_int64 * 3)(entry, table, 0)
         self._parallel(self._function, ctypes.addressof(work), workers, 0)
@@ -43,7 +45,10 @@ class OpenMPPool(Pool):
 def openmp_pool(threads: int) -> Pool | None:
     """The shared pool of that many threads of PyTorch's; None where PyTorch has none that we know how to ask."""
     path = _runtime()
-    return OpenMPPool(threads, path) if path else None
+    try:
+        return OpenMPPool(threads, path) if path else None
+    except (OSError, AttributeError):  # the file is gone, or has no such function
+        return None
 
 
 @functools.cache

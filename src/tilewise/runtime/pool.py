@@ -193,7 +193,6 @@ class Pool:
         self._turn = threading.Lock()
         self._crew: _Crew | None = None
         self._closed = False
-        self._native = True  # whether `run_native` may be asked
         _pools.add(self)
 
     @property
@@ -316,7 +315,6 @@ class Pool:
 
     def _after_fork_in_child(self) -> None:
         self._turn = threading.Lock()
-        self._native = False
         crew, self._crew = self._crew, None
         if crew is not None:
             crew.orphan()
