@@ -118,8 +118,8 @@ def long_case(kind: str) -> Case:
     """Many seconds of work. Keys and rows are one and the same in memory."""
     sizes = {
         "query tiles": (8, 8, 60_000, 60_000),
-        "long items": (4, 1, 96, 600_000),
-        "longer items": (4, 1, 96, 6_000_000),
+        "long items": (4, 1, 96, 6_000_000),
+        "longer items": (4, 1, 96, 60_000_000),
     }
     H, Hkv, Tq, Tk = sizes[kind]
     c = case(H=H, Hkv=Hkv, Tq=2, Tk=2, D=64, Dv=64)
