@@ -21,7 +21,7 @@ ROWS = 384  # query rows a tile: packing K and V costs 1 / ROWS of the products
 ROW_FLOATS = 1 << 18  # of q, a and a_total of a work item together: they stay in the second-level cache
 FEW_ROWS = 8  # query rows of a KV head that are better served by the streaming kernel
 SMALLEST_JOB = 2_000_000  # flops that repay the wake-up of another worker
-SPLIT_BELOW = 4  # query tiles a worker: with fewer, tiles get smaller, and spans become work items of their own
+SPLIT_BELOW = 4  # query tiles a thread: with fewer, tiles get smaller, and spans become work items of their own
 SMALLEST_TILE = 64  # query rows: in smaller ones packing would cost too much
 BATCH_FLOPS = 1_000_000_000  # between two looks at signals
 LARGEST_ITEM = 20_000_000_000  # flops: a query tile of more is split, or a signal would have to wait for it
@@ -69,7 +69,7 @@ class Plan:
                 f"panel {s.panel} rows go through a tile of Bc {s.Bc} keys together",
                 f"{self.items} work items, {self.units} a query tile"
                 + (
-                    f": fewer than {SPLIT_BELOW} tiles a worker or tiles too long, so each span is one"
+                    f": fewer than {SPLIT_BELOW} tiles a thread or tiles too long, so each span is one"
                     * (self.units > 1)
                 ),
                 f"at least {SMALLEST_JOB} flops for each of {self.workers} workers "
@@ -101,7 +101,7 @@ def make_plan(problem: Problem, target: Target, threads: int, hooks: Hooks = NO_
     order = np.argsort(-pairs, kind="stable")
     tiles = -(-problem.rows * problem.group // rows)
     all_tiles = int(tiles.sum()) * problem.Hkv
-    few = wanted > 1 and all_tiles < SPLIT_BELOW * wanted
+    few = threads > 1 and all_tiles < SPLIT_BELOW * threads
     units = _spans(problem, rows) if not problem.partial and (few or flops > LARGEST_ITEM * all_tiles) else 1
     first_item = np.zeros(problem.B + 1, np.int64)
     np.cumsum(tiles[order] * (problem.Hkv * units), out=first_item[1:])

@@ -90,7 +90,7 @@ SPLIT = {"Tq": 4, "br": 1, "bc": 4, "span": 8}  # 4 tiles
     ("sizes", "threads", "units"),
     [
         ({"Tk": 64}, 1, 1),  # one thread: nothing to share
-        ({"Tk": 64}, 2, 8),  # 4 tiles < 4 a worker; 64 keys are 8 spans of 8
+        ({"Tk": 64}, 2, 8),  # 4 tiles < 4 a thread; 64 keys are 8 spans of 8
         ({"Tk": 57}, 2, 8),
         ({"Tk": 58}, 2, 8),
         ({"Tk": 2}, 2, 1),
@@ -201,10 +201,10 @@ def test_explanation() -> None:
     assert lines == [
         "rows 1 a query tile: packing K and V costs 1 / rows of the products; all fit the cache",
         "panel 1 rows go through a tile of Bc 4 keys together",
-        "32 work items, 8 a query tile: fewer than 4 tiles a worker or tiles too long, so each span is one",
+        "32 work items, 8 a query tile: fewer than 4 tiles a thread or tiles too long, so each span is one",
         "at least 1 flops for each of 2 workers (of 2 threads), 1 items between two looks at signals",
         f"scratch {plan(Tq=4, Tk=64, br=1, bc=4, span=8).worker_bytes} bytes a worker, whatever Tk is",
     ]
     assert plan(Tq=4, Tk=64, br=1, bc=4, span=8).explain().splitlines()[3] == "4 work items, 1 a query tile"
     two = plan(Tq=4, Tk=9, br=1, bc=4, span=8, threads=2).explain().splitlines()[3]
-    assert two == "8 work items, 2 a query tile: fewer than 4 tiles a worker or tiles too long, so each span is one"
+    assert two == "8 work items, 2 a query tile: fewer than 4 tiles a thread or tiles too long, so each span is one"
