@@ -78,8 +78,11 @@ static int64_t claimed(const Job *job) {
     return __atomic_load_n(job->table + job->header->counter, __ATOMIC_RELAXED);
 }
 
+static pthread_barrier_t start; /* of threads: the first must not be done before the last is there */
+
 static void *work(void *argument) {
     Job *job = argument;
+    pthread_barrier_wait(&start);
     while (!job->fault && claimed(job) < job->header->items) {
         job->fault = job->run((int64_t)(intptr_t)job->table, job->worker);
         sched_yield(); /* so that several workers meet in a tile, also on one core */
@@ -126,9 +129,11 @@ static int run_workers(Job *jobs, const Header *header, int threads) {
     if (!header->items) { /* a kernel without work items */
         fault = jobs[0].run((int64_t)(intptr_t)jobs[0].table, 0);
     } else if (threads) {
+        if (pthread_barrier_init(&start, NULL, (unsigned)header->workers)) fail("no barrier", header->kernel);
         for (int64_t w = 0; w < header->workers; w++)
             if (pthread_create(&ids[w], NULL, work, &jobs[w])) fail("no thread", header->kernel);
         for (int64_t w = 0; w < header->workers; w++) pthread_join(ids[w], NULL);
+        pthread_barrier_destroy(&start);
     } else { /* a run ends after `batch` work items, so each worker gets its turn */
         for (int64_t w = 0; !fault && claimed(jobs) < header->items; w = (w + 1) % header->workers)
             fault = jobs[w].run((int64_t)(intptr_t)jobs[w].table, w);
