@@ -81,10 +81,7 @@ class Plan:
 
 def make_plan(problem: Problem, target: Target, threads: int, hooks: Hooks = NO_HOOKS) -> Plan:
     """Choose rows a work item, the panel, the register tile and the number of workers."""
-    pairs = problem.pairs()
-    flops = problem.flops(pairs)
-    wanted = max(1, min(threads, 1 + flops // SMALLEST_JOB))  # workers
-    rows = _rows(problem, wanted)
+    rows = _rows(problem, threads)
     views = problem.views
     types = (views["q"].type, views["k"].type, views["v"].type, views["o"].type)
     panel = next((p for p in PANELS if rows <= p), LANES)
@@ -98,15 +95,16 @@ def make_plan(problem: Problem, target: Target, threads: int, hooks: Hooks = NO_
         problem.partial,
         _variant(problem, hooks),
     )
+    pairs = problem.pairs()
     order = np.argsort(-pairs, kind="stable")
     tiles = -(-problem.rows * problem.group // rows)
-    all_tiles = int(tiles.sum()) * problem.Hkv
+    flops, all_tiles = problem.flops(pairs), int(tiles.sum()) * problem.Hkv
     few = threads > 1 and all_tiles < SPLIT_BELOW * threads
     units = _spans(problem, rows) if not problem.partial and (few or flops > LARGEST_ITEM * all_tiles) else 1
     first_item = np.zeros(problem.B + 1, np.int64)
     np.cumsum(tiles[order] * (problem.Hkv * units), out=first_item[1:])
     items = int(first_item[-1])
-    workers = max(1, min(wanted, items))
+    workers = max(1, min(threads, items, 1 + flops // SMALLEST_JOB))
     batch = max(1, min(items, BATCH_FLOPS * items // max(1, flops)))
     return Plan(target, shape, rows, units, order, first_item, workers, threads, batch)
 
@@ -128,14 +126,14 @@ def by_rows(problem: Problem) -> list[Problem]:
     return [problem.of(~few), problem.of(few)]
 
 
-def _rows(problem: Problem, workers: int) -> int:
-    """Rows a work item: what br asks for, or as many as repay packing, fit the cache and leave work for all workers;
-    no more than there are."""
+def _rows(problem: Problem, threads: int) -> int:
+    """Rows a work item: what br asks for, or as many as repay packing, fit the cache and leave work for all threads;
+    no more than there are. The keys have no say, as scratch depends on it."""
     rows = problem.rows * problem.group
     row_floats = problem.D + 2 * problem.Dv
     wanted = problem.br * problem.group if problem.br else min(ROWS, max(LANES, ROW_FLOATS // row_floats))
-    if workers > 1 and not problem.br:
-        each = int(rows.sum()) * problem.Hkv // (SPLIT_BELOW * workers)
+    if threads > 1 and not problem.br:
+        each = int(rows.sum()) * problem.Hkv // (SPLIT_BELOW * threads)
         wanted = min(wanted, max(SMALLEST_TILE, each))
     wanted = up_to(LANES, wanted) if wanted > LANES else next(p for p in PANELS if wanted <= p)  # in whole panels
     return max(1, min(wanted, int(rows.max(initial=0))))

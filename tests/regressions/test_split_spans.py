@@ -61,3 +61,15 @@ def test_workers_do_not_wait_for_spans_that_are_not_there(T: int) -> None:
     assert plan.units == 1
     assert plan.items >= 8
     assert make_plan(problem, current_target(), 1).rows == 384  # alone, the most that fit
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_scratch_does_not_depend_on_the_keys(threads: int) -> None:
+    """An arena that is made for a whole context serves its first chunks: tiles that get smaller for several threads
+    did so only where there was work for them, so few keys took more scratch than many."""
+    q = np.zeros((1, 8, 128, 64), np.float32)
+    needs = {
+        tw.scratch_bytes(q, k, k, pool=threads)
+        for k in (np.broadcast_to(q[:, :2, :1], (1, 2, keys, 64)) for keys in (4, 16, 128, 1024, 100_000))
+    }
+    assert len(needs) == 1
