@@ -35,7 +35,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     run = OpenMPPool.run_native
 
-    def counted(self: OpenMPPool, workers: int, entry: int, table: int) -> bool:
+    def counted(self: OpenMPPool, workers: int, entry: Any, table: int) -> bool:
         found.append(workers)
         return run(self, workers, entry, table)
 

@@ -12,11 +12,12 @@ import ctypes
 import functools
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from tilewise.frontends.tensors import torch
 from tilewise.runtime.pool import Pool
-from tilewise.simd.jit import team_address
+from tilewise.simd.jit import entry_address, team_address
 
 _PROCESS = os.getpid()
 _LIBRARY = re.compile(r"/lib(gomp|iomp5|omp)[^/]*\.so[^/]*$")
@@ -32,11 +33,14 @@ class OpenMPPool(Pool):
         self._parallel.restype = None
         self._function = team_address()
 
-    def run_native(self, workers: int, entry: int, table: int) -> bool:
+    def run_native(self, workers: int, entry: Callable[[int, int], int], table: int) -> bool:
         """See `Pool.run_native`. OpenMP may give us fewer threads than we ask for: they then claim what there is."""
         if os.getpid() != _PROCESS:  # the child of a fork: OpenMP's threads are gone, and it would wait for them
             return False
-        work = (ctypes.c_int64 * 3)(entry, table, 0)
+        kernel = entry_address(entry)
+        if not kernel:  # it is interpreted
+            return False
+        work = (ctypes.c_int64 * 3)(kernel, table, 0)
         self._parallel(self._function, ctypes.addressof(work), workers, 0)
         return True
 

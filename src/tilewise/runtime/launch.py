@@ -20,7 +20,7 @@ from tilewise.problem import Operands, Problem
 from tilewise.runtime.arena import Arena, aligned
 from tilewise.runtime.pool import Pool
 from tilewise.simd.builder import Kernel
-from tilewise.simd.jit import Entry, entry_address, executable
+from tilewise.simd.jit import Entry, executable
 
 # Where an address in the tables starts from: nothing, the tables themselves, or an array of the call.
 EXTRA = ("kinds", "tiles", *(f"table{n}" for n in range(MAX_TABLES)))  # arrays that belong to a prepared call
@@ -165,8 +165,8 @@ def _run(calls: Sequence[Prepared], operands: Operands, scratch: NDArray[np.uint
 
 def run_workers(call: Prepared, tables: I64Array, pool: Pool) -> None:
     items, entry, address = call.plan.items, call.entry, address_of(tables)
-    if call.plan.workers > 1 and not call.checked and (native := entry_address(entry)):
-        while pool.run_native(call.plan.workers, native, address):
+    if call.plan.workers > 1 and not call.checked:
+        while pool.run_native(call.plan.workers, entry, address):
             if tables[_COUNTER] >= items:
                 return
 

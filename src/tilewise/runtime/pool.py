@@ -234,9 +234,9 @@ class Pool:
         finally:
             _here.inside = False
 
-    def run_native(self, workers: int, entry: int, table: int) -> bool:
-        """Call the native function at `entry` with (table, w) for some or all w in range(workers), on threads that are
-        no Python threads. False, and nothing is called, where the pool has none: then it is `run` that will do."""
+    def run_native(self, workers: int, entry: Callable[[int, int], int], table: int) -> bool:
+        """Call a native kernel with (table, w) for some or all w in range(workers), on threads that are no Python
+        threads. False, and nothing is called, where that cannot be: then it is `run` that will do."""
         return False
 
     def parallel_for(self, n: int, fn: Work) -> None:
