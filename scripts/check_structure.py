@@ -62,8 +62,7 @@ THIRD_PARTY: dict[str, set[str] | None] = {
     "cli": {"click", "rich", "safetensors"},
     "frontends": None,
 }
-LLVMLITE_FILES = {"simd/environment.py", "simd/lower.py", "simd/jit.py", "simd/target.py"}
-LLVMLITE_IR_FILES = {"simd/environment.py", "simd/lower.py"}
+LLVMLITE_FILES = {"simd/jit.py", "simd/target.py"}
 NOT_IN_KERNELS = {"ctypes", "importlib", "os"}
 
 # Lines, comments included; of a function without its docstring.
@@ -100,11 +99,8 @@ def outside_problem(unit: str, where: str, name: str) -> str | None:
     """Why the file `where` of `unit` must not import `name`, a module of another distribution."""
     top = name.split(".")[0]
     if top == "llvmlite":
-        if where not in LLVMLITE_FILES:
-            return f"imports llvmlite: only {', '.join(sorted(LLVMLITE_FILES))} may"
-        if name.startswith(("llvmlite.ir", "llvmlite.*")) and where not in LLVMLITE_IR_FILES:
-            return f"imports llvmlite.ir: only {', '.join(sorted(LLVMLITE_IR_FILES))} may"
-        return None
+        allowed_files = ", ".join(sorted(LLVMLITE_FILES))
+        return None if where in LLVMLITE_FILES else f"imports llvmlite: only {allowed_files} may"
     if unit == "kernels" and top in NOT_IN_KERNELS:
         return f"imports {top}: kernels are written in the words of simd/ alone"
     allowed = THIRD_PARTY.get(unit, set())

@@ -29,7 +29,7 @@ SOUND = {
     "runtime/arena.py": "import ctypes\n",
     "simd/builder.py": "from tilewise.config import current\n",
     "simd/jit.py": "import llvmlite.binding as llvm\n\nfrom . import lower\n",
-    "simd/lower.py": "from llvmlite import ir\n",
+    "simd/lower.py": "from tilewise.simd.builder import Builder\n",
     "simd/math.py": "from .builder import Vec\n",
     "visibility.py": "",
 }
@@ -83,9 +83,7 @@ def test_sound_tree_passes(tmp_path: Path) -> None:
         ("kernels/forward.py", "import ctypes", "imports ctypes"),
         ("cli.py", "import llvmlite", "imports llvmlite:"),
         ("simd/builder.py", "import llvmlite.binding", "imports llvmlite:"),
-        ("simd/jit.py", "from llvmlite import ir", "imports llvmlite.ir"),
-        ("simd/jit.py", "import llvmlite.ir", "imports llvmlite.ir"),
-        ("simd/target.py", "import llvmlite\nx = llvmlite.ir.IntType(8)", "imports llvmlite.ir"),
+        ("simd/lower.py", "from llvmlite import ir", "imports llvmlite:"),
         ("surprise.py", "", "surprise has no row"),
     ],
 )

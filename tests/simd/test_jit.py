@@ -6,14 +6,12 @@ import errno
 import hashlib
 import itertools
 import os
-import shutil
 import stat
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ import numpy as np
 import pytest
 
 from tests.simd.support import NATIVE_TARGETS
-from tests.support import RUNNABLE
 from tilewise.config import config
 from tilewise.simd import jit
 from tilewise.simd.builder import F32, LANES, Builder, Int, Kernel
@@ -297,43 +294,6 @@ def test_cache_key_depends_on_all_that_the_code_does(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(jit.llvm, "llvm_version_info", (99, 0, 0))
     keys.add(jit.cache_key(text, TARGET))
     assert len(keys) == len(TARGETS) + 4
-
-
-def test_named_kernels_need_no_ir_on_a_hit(folder: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their key is the name and the sources: other sources, another name, checks or a target are other keys."""
-    written = []
-    monkeypatch.setattr(jit, "llvm_ir", lambda *what: written.append(what) or llvm_ir(*what))
-
-    def get(name: str = compiler.name, target: Target = TARGET, checked: bool = False) -> int:
-        jit._entries.clear()
-        written.clear()
-        assert works(jit.native(replace(doubling(name), named=True), target, checked))
-        return len(written)
-
-    assert get() == 1
-    assert get() == 0
-    monkeypatch.setattr(jit, "_SOURCES", "others")
-    assert get() == 1
-    assert get() == get(checked=True) - 1 == get(compiler.name + "x") - 1 == 0
-    for target in RUNNABLE:
-        assert get(target=TARGETS[target]) == (TARGETS[target] is not TARGET)
-    monkeypatch.setattr(jit, "_SOURCES", "")  # nothing to read: the text is the key, as for all others
-    assert get() == get() == 1
-
-
-def test_the_sources_of_all_kernels_are_in_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy of the package has the same digest until one of the files that kernels import changes."""
-    package = tmp_path / "tilewise"
-    shutil.copytree(Path(jit.__file__).parents[1], package, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(jit, "__file__", str(package / "simd" / "jit.py"))
-    assert jit._digest_of_sources() == jit._SOURCES
-    loaded = [name for name in sys.modules if name.startswith(("tilewise.kernels.", "tilewise.simd."))]
-    for name in [*loaded, "tilewise.visibility"]:
-        path = package.joinpath(*name.split(".")[1:]).with_suffix(".py")
-        text = path.read_text()
-        path.write_text(text + "\n")
-        assert jit._digest_of_sources() != jit._SOURCES
-        path.write_text(text)
 
 
 def test_ir_is_the_same_every_time() -> None:

@@ -59,4 +59,4 @@ def blocks_kernel(keep: Hook, Bc: int) -> Kernel:
                         place = ((s * call["heads"] + head) * call["panels"] + panel) * call["tiles"] + tile
                         b.store_int(kinds + place, b.choose(hi.value < 0, SKIP, kind))
 
-    return Kernel(f"blocks_{keep.digest}_bc{Bc}", body, named=True)
+    return Kernel(f"blocks_{keep.digest}_bc{Bc}", body)

@@ -30,7 +30,7 @@ def forward_kernel(shape: Shape) -> Kernel:
         for descriptor, item, claimed in work_items(b, call):
             Item(b, shape, call, Row(b, descriptor, SEQUENCE), worker, item, claimed).run()
 
-    return Kernel(shape.name, body, named=True)
+    return Kernel(shape.name, body)
 
 
 def work_items(b: Builder, call: Row) -> Iterator[tuple[Int, Int, Int]]:

@@ -28,7 +28,7 @@ def merge_kernel(shape: Shape) -> Kernel:
             for row in b.loop(0, call["rows"], LANES):
                 _merge_rows(b, shape, call, sequence, row)
 
-    return Kernel(f"merge_{shape.types[3]}_d{shape.Dv}", body, named=True)
+    return Kernel(f"merge_{shape.types[3]}_d{shape.Dv}", body)
 
 
 def _merge_rows(b: Builder, shape: Shape, call: Row, sequence: Int, row: Int) -> None:

@@ -30,7 +30,7 @@ def fma_kernel(mr: int, nr: int) -> Kernel:
                 total = total + cell.value
         b.store(data, total)
 
-    return Kernel(f"roof_fma_{mr}x{nr}", body, named=True)
+    return Kernel(f"roof_fma_{mr}x{nr}", body)
 
 
 def read_kernel(ahead: int = 0) -> Kernel:
@@ -53,4 +53,4 @@ def read_kernel(ahead: int = 0) -> Kernel:
             total = total + other.value
         b.store(data, total)
 
-    return Kernel(f"roof_read_ahead{ahead}" if ahead else "roof_read", body, named=True)
+    return Kernel(f"roof_read_ahead{ahead}" if ahead else "roof_read", body)

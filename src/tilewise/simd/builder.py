@@ -267,12 +267,11 @@ class Kernel:
     """A kernel: `body(b, table, worker)` over the address of a table of int64 and the number of the worker.
 
     The name states the constants that the body was specialised for; it is the kernel's name in caches, dumps,
-    profilers and tests. `named`: and with the sources of this package it says all that there is to say.
+    profilers and tests.
     """
 
     name: str
     body: Callable[[Builder, Int, Int], None]
-    named: bool = False
 
     def __str__(self) -> str:
         from tilewise.simd.text import pseudo_code

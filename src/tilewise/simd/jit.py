@@ -18,7 +18,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import llvmlite
 import llvmlite.binding as llvm
 
 from tilewise.config import current
@@ -32,7 +31,7 @@ from tilewise.simd.target import Target, current_target, missing_features
 Entry = Callable[[int, int], int]
 _SIGNATURE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 _DIGEST_SIZE = 32
-_PASSES = ("sroa", "simplify_cfg", "instruction_combine", "loop_rotate", "new_gvn", "simplify_cfg")
+_PASSES = ("sroa", "simplify_cfg", "instruction_combine", "new_gvn", "simplify_cfg")
 _lock = threading.Lock()
 _entries: dict[tuple[str, str, bool], Entry] = {}
 _libraries: list[tuple[llvm.LLJIT, llvm.ResourceTracker]] = []  # the owners of the loaded code
@@ -127,40 +126,20 @@ def _write_cached(path: Path, code: bytes) -> None:
             os.unlink(name)
 
 
-def _digest_of_sources() -> str:
-    """Of all that writes kernels. Empty where there is nothing to read, as in an archive."""
-    package, digest = Path(__file__).parents[1], hashlib.sha256()
-    try:
-        for path in sorted([*package.glob("kernels/*.py"), *package.glob("simd/*.py"), package / "visibility.py"]):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    except OSError:
-        return ""
-    return digest.hexdigest()
-
-
-_SOURCES = _digest_of_sources()  # when they are loaded: they may be edited later
-
-
 def cache_key(text: str, target: Target) -> str:
-    """What a compiled kernel depends on: its IR text (or what determines that), the target, the passes and the LLVM
-    that compiles it."""
+    """What a compiled kernel depends on: IR text, target, passes, and the LLVM that compiles it."""
     facts = (text, " ".join(_PASSES), target.name, target.triple, target.cpu, repr(llvm.llvm_version_info))
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()
 
 
 def _object_of(kernel: Kernel, target: Target, checked: bool) -> bytes:
-    folder, text = cache_folder(), ""
+    folder, text = cache_folder(), llvm_ir(kernel, target, checked)
     if folder is None:
-        return compile_object(llvm_ir(kernel, target, checked), target)
-    if kernel.named and _SOURCES:  # to write IR takes longer than all else that a hit costs
-        key = cache_key(f"{_SOURCES} {llvmlite.__version__} {kernel.name} {checked}", target)
-    else:
-        text = llvm_ir(kernel, target, checked)
-        key = cache_key(text, target)
-    path = folder / f"{key}.o"
+        return compile_object(text, target)
+    path = folder / f"{cache_key(text, target)}.o"
     code = _read_cached(path)
     if code is None:
-        code = compile_object(text or llvm_ir(kernel, target, checked), target)
+        code = compile_object(text, target)
         _write_cached(path, code)
     return code
 
