@@ -147,22 +147,21 @@ class Item:
 
     def span(self, state: Fields, lo: Int, hi: Int, end: Int) -> None:
         """The keys at positions [lo, hi) of one span, by tiles anchored at position 0; those up to end will follow."""
-        b, Bc, columns = self.b, self.shape.Bc, self.shape.columns
-        first, here = lo // Bc * Bc, b.var(b.integer(0))  # which half of k_at and v_at is this tile's
+        b, Bc = self.b, self.shape.Bc
+        first = lo // Bc * Bc
         if self.shape.streamed:
-            self.places(here.value, first, lo, end)
+            self.places(0, first, lo, end)
         for t0 in b.loop(first, hi, Bc):
             tile_lo, tile_hi = b.imax(lo - t0, 0), b.imin(hi - t0, Bc)
             if self.shape.streamed:
-                there = columns - here.value
                 for _ in b.when(t0 + Bc < end):  # else nothing is to be asked for, and what lies there does not matter
-                    self.places(there, t0 + Bc, lo, end)
+                    self.places(self.shape.columns, t0 + Bc, lo, end)
                 for _ in self.when_needed(t0):
-                    self.stream_tile(state, t0, tile_lo, tile_hi, here.value)
-                here.value = there
+                    self.stream_tile(state, t0, tile_lo, tile_hi)
+                pack.next_places(b, self.shape, self.scratch)
             else:
                 for _ in self.when_needed(t0):
-                    self.places(here.value, t0, lo, end)
+                    self.places(0, t0, lo, end)
                     self.pack_tile(state, t0, tile_lo, tile_hi)
 
     def when_needed(self, t0: Int) -> Iterator[None]:
@@ -217,31 +216,31 @@ class Item:
                 whole = full if whole is None else whole & full
         return lo, hi, whole
 
-    def places(self, at: Int, t0: Int, lo: Int, end: Int) -> None:
+    def places(self, at: int, t0: Int, lo: Int, end: Int) -> None:
         """Find the keys and values [lo, end) of the tile at t0."""
         b, scratch = self.b, self.scratch
         lo, hi = b.imax(lo, t0), b.imin(end, t0 + self.shape.Bc)
         pack.places(b, self.call, self.sequence, scratch.k_at + at, scratch.v_at + at, t0, lo, hi)
 
-    def stream_tile(self, state: Fields, t0: Int, lo: Int, hi: Int, here: Int) -> None:
+    def stream_tile(self, state: Fields, t0: Int, lo: Int, hi: Int) -> None:
         """Keys [lo, hi) of a tile for the one panel of a few rows, K and V read where they lie."""
         b, shape, scratch, row = self.b, self.shape, self.scratch, self.b.integer(0)
-        values = self.head_of("v")
-        k_places, v_places = (stream.Places(b, at, shape.columns, here) for at in (scratch.k_at, scratch.v_at))
+        keys, values = (
+            stream.Rows(b, self.head_of(name), at, shape.columns)
+            for name, at in (("k", scratch.k_at), ("v", scratch.v_at))
+        )
         lo, hi, whole = self.trim(row, t0, lo, hi)
-        stream.scores(b, shape, scratch.queries, self.head_of("k"), k_places, scratch.S, lo, hi)
+        stream.scores(b, shape, scratch.queries, keys, values, scratch.S, lo, hi)
         groups = lo // LANES, up_to(LANES, hi) // LANES
         self.softmax.update(state, row, t0, *groups, whole)
         for c, count in stream.chunks(shape):
-            finite = stream.weighted_sum(
-                b, shape, c, count, state.a, scratch.alpha, scratch.S, values, v_places, lo, hi
-            )
+            finite = stream.weighted_sum(b, shape, c, count, state.a, scratch.alpha, scratch.S, values, lo, hi)
             for _ in b.when(~finite):
                 self.softmax.note_visible(row, t0, *groups)
                 for column in range(c, c + count * LANES, LANES):
 
                     def value(j: Int, column: int = column) -> Vec:
-                        return pack.load_columns(b, values + v_places.at(j) + column, shape.Dv - column)
+                        return pack.load_columns(b, values.at(j) + column, shape.Dv - column)
 
                     self.weighted_sum_by_row(state, row, t0, lo, hi, b.integer(column), value)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from tilewise.simd.builder import LANES, Builder, Int, IntLike, Ptr, Var, Vec
 
+UNROLL = 2  # steps a turn of the loop: fewer instructions beside the products, where another thread shares the core
 Accumulators = list[list[Var[Vec]]]
 
 
@@ -21,12 +22,23 @@ def outer_products(
     left[r, k] is a float at left + r * left_row + k; right[k, c] is a vector at right + k * right_step +
     c * right_column. A step costs len(acc) broadcasts, len(acc[0]) loads and their product of fma.
     """
-    for k in b.loop(lo, hi):
+    for k in _unrolled(b, lo, hi):
         columns = [b.load(right + k * right_step + c * right_column) for c in range(len(acc[0]))]
         for r, row in enumerate(acc):
             x = b.broadcast(left + k + r * left_row)
             for c, column in enumerate(columns):
                 row[c].value = b.fma(x, column, row[c].value)
+
+
+def _unrolled(b: Builder, lo: IntLike, hi: IntLike) -> Iterator[Int]:
+    """lo, lo + 1, ... < hi, UNROLL of them in a turn of the kernel's loop."""
+    count = hi - lo
+    whole = lo + count // UNROLL * UNROLL
+    for k in b.loop(lo, whole, UNROLL):
+        for x in range(UNROLL):
+            yield k + x
+    if not isinstance(count, int) or count % UNROLL:
+        yield from b.loop(whole, hi)
 
 
 def accumulators(b: Builder, mr: int, nr: int) -> Accumulators:

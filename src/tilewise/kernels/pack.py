@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from tilewise.kernels.tables import NO_KEY, Fields, Row, Shape, up_to
 from tilewise.simd.builder import BF16, BF16_PAIR, F32, I64, LANES, Bool, Builder, Element, Int, IntLike, Ptr, Vec
-from tilewise.simd.math import transpose
+from tilewise.simd.math import QUARTER, transpose
 from tilewise.visibility import visible_range
 
 HALF = LANES // 2
@@ -95,6 +95,14 @@ def no_places(b: Builder, shape: Shape, scratch: Fields) -> None:
             b.store(at + i, b.vec(0.0))
 
 
+def next_places(b: Builder, shape: Shape, scratch: Fields) -> None:
+    """The places of the next tile, which lie behind, are now those of this one."""
+    size = shape.columns * (I64.size // F32.size)
+    for at in (scratch.k_at.of(F32), scratch.v_at.of(F32)):
+        for i in b.loop(0, size, LANES):
+            b.store(at + i, b.load(at + size + i))
+
+
 def pack_keys(b: Builder, shape: Shape, source: Ptr, k_at: Ptr, packed: Ptr, lo: Int, hi: Int) -> None:
     """Keys [lo, hi) of a tile, transposed in groups of 16: packed[group][d][x] = K[16 group + x][d].
 
@@ -133,7 +141,8 @@ def columns(b: Builder, rows: list[Ptr], count: int) -> list[Vec]:
     if count < step_of(element):
         return transpose(b, [load_columns(b, row, count) for row in rows])[:count]
     rows = [row.of(BF16_PAIR) for row in rows] if element is BF16 else rows
-    both = transpose(b, [b.load_halves(*x) for x in zip(rows[:HALF], rows[HALF:], strict=True)])
+    pairs = [(rows[x + r], rows[x + r + QUARTER]) for x in (0, HALF) for r in range(QUARTER)]
+    both = transpose(b, [b.load_halves(*pair) for pair in pairs])
     return both if element is not BF16 else [half for pair in both for half in halves(b, pair)]
 
 

@@ -16,42 +16,43 @@ from tilewise.simd.builder import BF16, BF16_PAIR, LANES, Bool, Builder, Int, In
 
 EVEN, ODD = range(0, 2 * LANES, 2), range(1, 2 * LANES, 2)  # lanes of two vectors
 LOWER, UPPER = ([x // 2 + first + x % 2 * LANES for x in range(LANES)] for first in (0, LANES // 2))  # back again
-LINE = 64  # bytes of a cache line
+LINE = 64  # bytes of a cache line; the second level is asked for two at a time
 FIRST_LEVEL, SECOND_LEVEL = 3, 2  # of the cache, into which a prefetch goes
 
 
-class Places:
-    """Where the rows of K (or V) lie that this tile and the next one see: a ring of two tiles (`pack.places`)."""
+class Rows:
+    """The rows of K (or V) that this tile and, behind them, the next one see. `pack.places` finds where they lie."""
 
-    def __init__(self, b: Builder, ring: Ptr, columns: int, here: Int) -> None:
-        self.b, self.ring, self.columns, self.here = b, ring, columns, here
+    def __init__(self, b: Builder, base: Ptr, places: Ptr, columns: int) -> None:
+        self.b, self.base, self.places, self.columns = b, base, places, columns
+        self.element = base.element
 
-    def at(self, j: IntLike) -> Int:
-        """Row j of this tile, in elements."""
-        return self.b.load_int(self.ring + self.here + j)
+    def at(self, j: IntLike) -> Ptr:
+        return self.base + self.b.load_int(self.places + j)
 
-    def ahead(self, j: IntLike, count: int) -> Int:
-        """The place `count` entries after that of row j, in the next tile where this one ends."""
-        entry, end = self.here + j + count, 2 * self.columns
-        return self.b.load_int(self.ring + self.b.choose(entry < end, entry, entry - end))
+    def ask(self, j: Int, first: int, end: int, level: int) -> None:
+        """Prefetch columns [first, end) of row j."""
+        if first < end:
+            row = self.at(j)
+            for column in range(first, end, LINE // self.element.size):
+                self.b.prefetch(row + column, level)
 
 
-def scores(b: Builder, shape: Shape, queries: Ptr, keys: Ptr, places: Places, S: Ptr, lo: Int, hi: Int) -> None:
+def scores(b: Builder, shape: Shape, queries: Ptr, keys: Rows, values: Rows, S: Ptr, lo: Int, hi: Int) -> None:
     """S[r, j] = Q[r] . K[j] for the keys lo <= j < hi of a tile, and what it may be for the rest of their groups of 16.
 
-    The rows of K lie at `places` from `keys`. Those of the next group are asked for into the first-level cache, those
-    of the next tile into the second.
+    Rows of K of the next group are asked for into the first-level cache, those of the next tile into the second.
     """
     query_row, rows = up_to(LANES, shape.D), range(shape.panel)
     together = 2 if shape.nr >= 4 else 1  # groups: chains of fma that fill the latency of one, where rows are few
     end = up_to(LANES, hi) // LANES
     for first in b.loop(lo // LANES, end, together):
         groups = [b.imin(first + x, end - 1) for x in range(together)]
-        near = [[keys + places.at(group * LANES + x) for x in range(LANES)] for group in groups]
+        near = [[keys.at(group * LANES + x) for x in range(LANES)] for group in groups]
         acc = accumulators(b, shape.panel, together)
         for d, count in pack.steps_over(b, shape.D, keys.element):
             for group in groups:
-                _ask(b, shape, keys, places, group * LANES, together, d, count)
+                _ask(b, shape, keys, values, group * LANES, together, d, count)
             tiles = [pack.columns(b, [key + d for key in rows_of], count) for rows_of in near]
             for x, columns in enumerate(zip(*tiles, strict=True)):
                 for r in rows:
@@ -63,23 +64,27 @@ def scores(b: Builder, shape: Shape, queries: Ptr, keys: Ptr, places: Places, S:
                 b.store(S + group * LANES + r * shape.columns, acc[r][y].value)
 
 
-def _ask(
-    b: Builder, shape: Shape, keys: Ptr, places: Places, first: Int, together: int, d: Int, count: int
-) -> None:  # fmt: skip
+def _ask(b: Builder, shape: Shape, keys: Rows, values: Rows, first: Int, together: int, d: Int, count: int) -> None:
     """Prefetch, at each whole step over D, some rows of those `together` groups and a tile ahead, in their order."""
     steps = shape.D // count
     each = -(-LANES // max(1, steps)) if count == pack.step_of(keys.element) else 0
     for x in range(each):
-        row = first + b.imin(d // count * each + x, LANES - 1)
-        for distance, level in ((together * LANES, FIRST_LEVEL), (places.columns, SECOND_LEVEL)):
-            later = keys + places.ahead(row, distance)
-            for column in range(0, shape.D, LINE // keys.element.size):
-                b.prefetch(later + column, level)
+        row = d // count * each + x
+        row = first + (row if each * steps == LANES else b.imin(row, LANES - 1))
+        keys.ask(row + min(together * LANES, shape.columns), 0, shape.D, FIRST_LEVEL)
+        keys.ask(row + shape.columns, 0, shape.D, SECOND_LEVEL)
+        values.ask(row + shape.columns, 0, _early(shape, values), SECOND_LEVEL)
+
+
+def _early(shape: Shape, values: Rows) -> int:
+    """The columns of V's next tile that are asked for beside K's, a quarter of them: else memory has nothing to do for
+    the second half of the scores, and more than it can during the sums."""
+    lines = shape.Dv * values.element.size // LINE
+    return lines // 8 * 2 * LINE // values.element.size
 
 
 def weighted_sum(
-    b: Builder, shape: Shape, c: int, count: int, a: Ptr, alpha: Ptr, P: Ptr, values: Ptr, places: Places,
-    lo: Int, hi: Int,
+    b: Builder, shape: Shape, c: int, count: int, a: Ptr, alpha: Ptr, P: Ptr, values: Rows, lo: Int, hi: Int
 ) -> Bool:  # fmt: skip
     """a[r] = alpha[r] * a[r] + P[r, lo:hi] @ V[lo:hi] for `count` vectors from column c on; whether all is finite.
 
@@ -87,18 +92,16 @@ def weighted_sum(
     are asked for as those of K are.
     """
     acc = load_outputs(b, shape.panel, count, a + c, shape.width, alpha)
+    end = c + count * LANES
     paired = min(count, (shape.Dv - c) // LANES) // 2 * 2 if values.element is BF16 else 0
     for cells in acc:
         exchange(b, cells, paired, EVEN, ODD)
     for j in b.loop(lo, hi):
-        row = values + places.at(j)
-        for distance, level in ((LANES, FIRST_LEVEL), (places.columns, SECOND_LEVEL)):
-            later = values + places.ahead(j, distance)
-            for line in range(c, c + count * LANES, LINE // values.element.size):
-                b.prefetch(later + line, level)
+        row = values.at(j)
+        values.ask(j + LANES, c, end, FIRST_LEVEL)
+        values.ask(j + shape.columns, max(c, _early(shape, values)), end, SECOND_LEVEL)
         columns = [x for y in range(0, paired, 2) for x in pack.halves(b, b.load((row + c + y * LANES).of(BF16_PAIR)))]
-        rest = range(c + paired * LANES, c + count * LANES, LANES)
-        columns += [pack.load_columns(b, row + x, shape.Dv - x) for x in rest]
+        columns += [pack.load_columns(b, row + x, shape.Dv - x) for x in range(c + paired * LANES, end, LANES)]
         for r in range(shape.panel):
             weight = b.broadcast(P + j + r * shape.columns)
             for y, column in enumerate(columns):

@@ -29,6 +29,16 @@ TANH_ONE = 9.02  # tanh is 1 from here on: 1 - tanh(x) < 2^-25
 MAGNITUDE, SIGN = 0x7FFFFFFF, -(1 << 31)  # the bits of a float32 without its sign, and the sign's
 SQRT_HALF_BITS = 0x3F3504F3  # the float32 at or below sqrt(1/2)
 EXP2_SMALLEST = -126.0  # below it 2^x is subnormal; exp2 gives 0
+# Lanes of two vectors x and y (LANES further on). In every quarter of a vector: x0 y0 x1 y1, x2 y2 x3 y3, x0 x1 y0 y1,
+# x2 x3 y2 y3. And whole quarters: 0 and 2 of x, then of y; 1 and 3.
+QUARTER = LANES // 4
+SINGLES_LOW, SINGLES_HIGH, PAIRS_LOW, PAIRS_HIGH = (
+    [first + lane for first in range(0, LANES, QUARTER) for lane in lanes]
+    for lanes in ((0, 16, 1, 17), (2, 18, 3, 19), (0, 1, 16, 17), (2, 3, 18, 19))
+)
+EVEN_QUARTERS, ODD_QUARTERS = (
+    [q + lane for q in range(first, 2 * LANES, 2 * QUARTER) for lane in range(QUARTER)] for first in (0, QUARTER)
+)
 
 
 def polynomial(b: Builder, coefficients: tuple[float, ...], x: Vec) -> Vec:
@@ -103,18 +113,26 @@ def fold(b: Builder, rows: list[Vec], operation: str) -> Vec:
 
 
 def transpose(b: Builder, rows: list[Vec]) -> list[Vec]:
-    """The transpose of a tile held in vectors: 16 x 16, or 16 rows x 8 with rows x and x + 8 in the halves of vector x.
+    """The columns of 16 rows of 16 floats, or of 16 rows of 8, two in a vector: x and x + 4 of each 8 rows.
 
-    Rounds of exchanges between vectors 8, 4, 2, 1 apart.
+    Four rows are interleaved in quarters of a vector, which every instruction set does in one instruction; then the
+    quarters of four (or of two) are put together.
     """
-    distance = len(rows) // 2
-    while distance:
-        low = [x if not x & distance else x - distance + LANES for x in range(LANES)]
-        high = [x + distance if not x & distance else x + LANES for x in range(LANES)]
-        result = list(rows)
-        for r in range(len(rows)):
-            if not r & distance:
-                result[r] = b.shuffle(rows[r], rows[r + distance], low)
-                result[r + distance] = b.shuffle(rows[r], rows[r + distance], high)
-        rows, distance = result, distance // 2
-    return rows
+    columns: list[Vec] = [rows[0]] * len(rows)
+    quads = []
+    for r in range(0, len(rows), QUARTER):
+        x, y, z, w = rows[r : r + QUARTER]
+        pairs = [(b.shuffle(x, y, lanes), b.shuffle(z, w, lanes)) for lanes in (SINGLES_LOW, SINGLES_HIGH)]
+        quads.append([b.shuffle(*pair, lanes) for pair in pairs for lanes in (PAIRS_LOW, PAIRS_HIGH)])
+    for c, vectors in enumerate(zip(*quads, strict=True)):
+        columns[c::QUARTER] = _quarters(b, list(vectors))
+    return columns
+
+
+def _quarters(b: Builder, vectors: list[Vec]) -> list[Vec]:
+    """Vector i of the result: quarter i of each of these; of two, their quarters i and i + 2."""
+    if len(vectors) == 1:
+        return vectors
+    pairs = list(zip(vectors[::2], vectors[1::2], strict=True))
+    even, odd = (_quarters(b, [b.shuffle(x, y, lanes) for x, y in pairs]) for lanes in (EVEN_QUARTERS, ODD_QUARTERS))
+    return [vector for two in zip(even, odd, strict=True) for vector in two]
