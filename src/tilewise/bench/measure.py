@@ -37,7 +37,7 @@ Step = Callable[[float, str], None]  # (fraction done, what comes now)
 class Settings:
     seconds: float = 10.0  # of timing a workload
     repeat: int | None = None  # rounds; None: as many as fit
-    burst: float = 0.005  # seconds of calls in a row, one call at least
+    burst: float = 0.02  # seconds of calls in a row, one call at least: keys that fit a cache lie there, for all alike
     fewest: int = FEWEST_ROUNDS
     slow_rounds: int = SLOW_ROUNDS
 

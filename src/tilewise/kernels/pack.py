@@ -73,11 +73,10 @@ def places(b: Builder, call: Row, sequence: Row, k_at: Ptr, v_at: Ptr, t0: Int, 
     for _ in b.repeat(lambda: slot.value < end):
         number, begin = b.load_int(blocks + page.value), page.value * size
         stop = b.imin(end, begin + size)
-        for name, target in (("k", k_at), ("v", v_at)):
-            row = call[name + "_row"]
-            base = number * call[name + "_page"] - begin * row
-            for s in b.loop(slot.value, stop):
-                b.store_int(target + (s + at), base + s * row)
+        bases = [number * call[name + "_page"] - begin * call[name + "_row"] for name in ("k", "v")]
+        for s in b.loop(slot.value, stop):
+            for name, target, base in zip(("k", "v"), (k_at, v_at), bases, strict=True):
+                b.store_int(target + (s + at), base + s * call[name + "_row"])
         slot.value = stop
         page.value = page.value + 1
     lo, hi = lo - t0, hi - t0
