@@ -16,7 +16,7 @@ import numpy as np
 from torch.autograd import forward_ad
 
 from tilewise.arguments import Array, F32Array
-from tilewise.config import current
+from tilewise.config import Config, current
 from tilewise.errors import KernelError, ShapeError
 from tilewise.frontends.hf_ranges import Block, Calls
 from tilewise.frontends.tensors import array, torch, workers
@@ -53,36 +53,51 @@ def attend(
         or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
     ):  # fmt: skip
         q, k, v = _detached("query", q), _detached("key", k), _detached("value", v)
-    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    q_shape, k_shape, v_shape = q.size(), k.size(), v.size()
     if q_shape[0] != k_shape[0] and q_shape[0] == 1:  # learned queries
         q = q.expand(k_shape[0], -1, -1, -1)
-        q_shape = q.shape
+        q_shape = q.size()
     made = calls.made
     if made is None or not calls.of_one_pass:
         knobs, pool = current(), pool_for(workers(None))
-        if made is None or made[0] is not knobs or made[1] is not pool:
-            made = calls.made = knobs, pool, {}
-    knobs, pool, ready_for = made
+        if made is None or made.knobs is not knobs or made.pool is not pool:
+            made = calls.made = _Made(knobs, pool)
     key: tuple[Any, ...] = (
         q_shape, q.stride(), k_shape, k.stride(), v_shape, v.stride(), q.dtype, k.dtype, v.dtype, scale, softcap,
     )  # fmt: skip
     if sinks is not None or bias is not None:
         key += tuple(None if x is None else (x.shape, x.strides, x.dtype) for x in (sinks, bias))
-    new = torch.zeros if calls.blind else torch.empty
-    out = new((q_shape[0], q_shape[2], q_shape[1], v_shape[3]), dtype=q.dtype)
-    ready = ready_for.get(key)
-    if ready is None:
-        if len(ready_for) >= _REMEMBERED:
-            ready_for.clear()
-        ready = ready_for[key] = _ready(calls, Layer(q, k, v, scale, softcap, sinks, bias), out, pool.threads, key)
-    if knobs.debug or knobs.check >= 2:
-        _launch_checked(ready, _operands(calls, Layer(q, k, v, scale, softcap, sinks, bias), out), pool)
+    new = q.new_zeros if calls.blind else q.new_empty
+    out = new((q_shape[0], q_shape[2], q_shape[1], v_shape[3]))
+    last, ready = made.last
+    if key != last:
+        ready = made.ready.get(key)
+        if ready is None:
+            if len(made.ready) >= _REMEMBERED:
+                made.ready.clear()
+            layer = Layer(q, k, v, scale, softcap, sinks, bias)
+            ready = made.ready[key] = _ready(calls, layer, out, made.pool.threads, key)
+        made.last = key, ready
+    if made.checked:
+        _launch_checked(ready, _operands(calls, Layer(q, k, v, scale, softcap, sinks, bias), out), made.pool)
     elif ready.further:
         further = map(address_of, (sinks, bias, calls.mask))
-        ready.run((q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), *further, 0), pool)
+        ready.run((q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), *further, 0), made.pool)
     else:
-        ready.run((q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0, 0, 0, 0), pool)
+        ready.run((q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0, 0, 0, 0), made.pool)
     return out
+
+
+class _Made:
+    """What layers share: knobs, a pool, what is ready for each layout of their arrays, and the last of these."""
+
+    __slots__ = ("checked", "knobs", "last", "pool", "ready")
+
+    def __init__(self, knobs: Config, pool: Pool) -> None:
+        self.knobs, self.pool = knobs, pool
+        self.checked = knobs.debug or knobs.check >= 2
+        self.ready: dict[Any, Ready] = {}
+        self.last: tuple[Any, Any] = None, None
 
 
 class Layer(NamedTuple):
@@ -123,7 +138,9 @@ class _Table:
         bases[BASES.index("tables")], bases[BASES.index("scratch")] = self.address, scratch
         np.add(call.offsets, bases[call.base], out=self.tables)
         which = {BASES.index(name): n for n, name in enumerate(_FILLED)}
-        written = {_COUNTER, CALL_INDEX["abort"], *range(len(self.tables) - self.workers, len(self.tables))}
+        written = {_COUNTER}
+        if self.workers > 1:  # one waits for nobody
+            written |= {CALL_INDEX["abort"], *range(len(self.tables) - self.workers, len(self.tables))}
         base, offsets = call.base.tolist(), call.offsets.tolist()
         self.fills = [
             (cell, offsets[cell], which.get(base[cell], len(_FILLED)))
