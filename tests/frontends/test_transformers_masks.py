@@ -185,7 +185,12 @@ def test_left_padding_moves_no_bit_of_a_mask_with_holes(qkv: Any) -> None:
     assert torch.equal(ours(wide, visible)[:, pad:], ours(qkv, HOLES))
 
 
-def test_a_mask_is_read_once_for_all_layers(qkv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("others", range(9))
+def test_a_mask_is_read_once_for_all_layers(others: int, qkv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many masks of other models are remembered."""
+    remembered = [torch.where(HOLES, 0.0, MIN) for _ in range(others)]
+    for mask in remembered:
+        ours(qkv, mask)
     read = []
     hides = masks.hides
     monkeypatch.setattr(masks, "hides", lambda x: read.append(x) or hides(x))

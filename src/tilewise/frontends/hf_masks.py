@@ -294,9 +294,11 @@ def _remembered(x: Any, what: str, make: Callable[[], Any]) -> Any:
     key = id(x), what
     known = _last.get(key)
     if known is None or known[0]() is not x or known[1] != version:
-        if len(_last) >= _REMEMBERED:
-            _last.clear()
-        known = _last[key] = weakref.ref(x), version, make()
+        _last.pop(key, None)
+        known = weakref.ref(x), version, make()
+        for oldest in list(_last)[: max(0, len(_last) + 1 - _REMEMBERED)]:  # not all: a layer has a mask and a bias
+            _last.pop(oldest, None)
+        _last[key] = known
     return known[2]
 
 
