@@ -33,14 +33,14 @@ def plan(
     [
         ({"Tq": 1}, 1),
         ({"Tq": 7}, 7),
-        ({"Tq": 383}, 383),
-        ({"Tq": 384}, 384),
-        ({"Tq": 1000}, 384),  # 1 / 384 of the products
+        ({"Tq": 511}, 511),
+        ({"Tq": 512}, 512),
+        ({"Tq": 1000}, 512),  # 1 / 512 of the products
         ({"Tq": 1000, "D": 512, "Dv": 256}, 256),  # 2^18 floats of q, a and the total: 2^18 / (512 + 2 * 256)
         ({"Tq": 1000, "D": 256, "Dv": 256}, 352),  # 2^18 / 768 = 341, in whole panels
         ({"Tq": 1000, "D": 1024, "Dv": 1024}, 96),  # 85, in whole panels
         ({"Tq": 3, "H": 4}, 12),  # all heads of a group
-        ({"Tq": 200, "H": 6, "Hkv": 2}, 384),
+        ({"Tq": 200, "H": 6, "Hkv": 2}, 512),
         ({"Tq": 100, "H": 6, "Hkv": 2}, 300),
         ({"Tq": 100, "br": 3}, 4),  # in whole panels
         ({"Tq": 100, "br": 16}, 16),
@@ -148,7 +148,7 @@ def test_a_tile_that_takes_too_long_is_split(keys: int, units: int) -> None:
     assert plan(Tq=2, Tk=keys // 2, br=2).units == 1
 
 
-# 1000 rows see 1000 keys, D 16, Dv 16: 64 million flops; 384 rows a tile: 3 tiles
+# 1000 rows see 1000 keys, D 16, Dv 16: 64 million flops; 512 rows a tile: 2 tiles
 @pytest.mark.parametrize(
     ("sizes", "threads", "workers"),
     [
@@ -172,19 +172,19 @@ def test_workers(sizes: dict[str, int], threads: int, workers: int) -> None:
 
 def test_batch() -> None:
     """A run of the kernel ends after about 10^9 flops, to let signals in, or when all items are done."""
-    assert plan(Tq=1000, Tk=1000).batch == 3  # 3 items of 64 million together
+    assert plan(Tq=1000, Tk=1000).batch == 2  # 2 items of 64 million together
     assert plan(Tq=10_000, Tk=100_000, br=16).batch == 9  # 625 items of 64,000 million together
-    assert plan(Tq=1000, Tk=900_000).batch == 1  # 3 items of 19,200 million each
+    assert plan(Tq=1000, Tk=600_000).batch == 1  # 2 items of 19,200 million each
     assert plan(Tq=0).batch == 1
     assert plan(Tk=0).batch == 1
 
 
 def test_long_tiles_are_split() -> None:
     """A tile of more than 2 * 10^10 flops is cut at its spans, also for one thread: a signal must not wait for it."""
-    assert plan(Tq=1000, Tk=900_000).units == 1
-    split = plan(Tq=1000, Tk=1_000_000)  # 3 tiles of 21,300 million
-    assert (split.units, split.items) == (977, 3 * 977)
-    assert split.batch == 45
+    assert plan(Tq=1000, Tk=600_000).units == 1
+    split = plan(Tq=1000, Tk=700_000)  # 2 tiles of 22,400 million
+    assert (split.units, split.items) == (684, 2 * 684)
+    assert split.batch == 30
 
 
 def test_flops_of_the_masks() -> None:
