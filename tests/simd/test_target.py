@@ -11,6 +11,7 @@ import pytest
 from tests.simd.support import NATIVE_TARGETS
 from tilewise.config import config
 from tilewise.errors import TargetError
+from tilewise.kernels.microkernel import widths
 from tilewise.simd import target as module
 from tilewise.simd.builder import LANES, Builder, Int, Kernel
 from tilewise.simd.jit import assembly
@@ -64,12 +65,31 @@ def test_register_tile_fits(target: Target, panel: int) -> None:
         """Accumulators, the vectors of a step and one broadcast are in registers."""
         return (m * n + n + 1) * target.registers_per_vector <= target.registers
 
-    def busy(m: int, n: int) -> Fraction:
-        """Accumulators at work on average, where the panel is cut into blocks of at most m rows."""
-        return Fraction(panel, -(-panel // m)) * n
+    def chains(m: int, n: int) -> float:
+        """Accumulating registers on average, where the panel is cut into blocks of at most m rows; 10 are enough."""
+        return min(10, Fraction(panel, -(-panel // m)) * n * target.registers_per_vector)
+
+    def loads(m: int, n: int) -> int:
+        """Of one step over the panel by 4 vectors: a register for each broadcast, and those of the vectors."""
+        blocks = [(h, w) for h in widths(panel, m) for w in widths(4, n)]
+        return sum(h + w * target.registers_per_vector for h, w in blocks)
 
     assert fits(mr, nr)
-    assert all(busy(m, n) <= busy(mr, nr) for m in range(1, mr + 1) for n in range(1, 9) if fits(m, n))
+    others = [(m, n) for m in range(1, min(panel, 8) + 1) for n in range(1, 9) if fits(m, n)]
+    if any(m == panel for m, _ in others):  # few rows stay together
+        assert mr == panel
+        others = [(m, n) for m, n in others if m == panel]
+    most = max(chains(m, n) for m, n in others)
+    assert chains(mr, nr) == most
+    assert loads(mr, nr) == min(loads(m, n) for m, n in others if chains(m, n) == most)
+
+
+def test_register_tiles() -> None:
+    """What was measured to be fast (docs/explanation/performance.md)."""
+    assert [TARGETS["x86-64-v4"].register_tile(rows) for rows in (1, 2, 4, 8, 16)] == [
+        (1, 8), (2, 8), (4, 6), (8, 3), (6, 4)
+    ]  # fmt: skip
+    assert [TARGETS["x86-64-v3"].register_tile(rows) for rows in (1, 4, 8, 16)] == [(1, 3), (4, 1), (6, 1), (6, 1)]
 
 
 @pytest.mark.parametrize("name", NATIVE_TARGETS)

@@ -13,6 +13,8 @@ from tilewise.simd.builder import LANES
 
 VECTOR_BITS = 32 * LANES
 TALLEST_TILE = 8  # more rows save no more loads, and cost code
+CHAINS = 10  # accumulating registers that keep two units busy which take 4 or 5 cycles
+PRODUCT = 4  # vectors: the width of scores of 64 keys, and of V at D = 64; others are mostly a multiple
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,22 @@ class Target:
     def register_tile(self, rows: int) -> tuple[int, int]:
         """(mr, nr): accumulators of mr <= rows rows by nr vectors that stay in registers.
 
-        A step of the micro-kernel holds mr * nr accumulators, nr vectors and one broadcast. The tile that keeps the
-        most accumulators busy wins, over the blocks of nearly equal height that `rows` is cut into; among equals the
-        taller one, which reads fewer vectors.
+        A step of the micro-kernel holds mr * nr accumulators, nr vectors and one broadcast. Among the tiles with enough
+        accumulators the one with the fewest loads a product wins, over the blocks of nearly equal height and width
+        that `rows` and PRODUCT are cut into; among equals the one that holds more, and the taller one. Where all rows
+        fit into one block, they are one.
         """
         tiles = [(mr, nr) for mr in range(1, min(rows, TALLEST_TILE) + 1) for nr in range(1, TALLEST_TILE + 1)]
         fitting = [(mr, nr) for mr, nr in tiles if self._registers_of(mr, nr) <= self.registers]
-        return max(fitting, key=lambda tile: (rows / -(-rows // tile[0]) * tile[1], tile[0]))
+        fitting = [tile for tile in fitting if tile[0] == rows] or fitting
+
+        def preference(tile: tuple[int, int]) -> tuple[float, ...]:
+            height, width = (size / -(-size // most) for size, most in zip((rows, PRODUCT), tile, strict=True))
+            held, registers = height * tile[1], self.registers_per_vector
+            loads = (height + width * registers) / (height * width * registers)
+            return min(CHAINS, held * registers), -loads, held, tile[0]
+
+        return max(fitting, key=preference)
 
     def _registers_of(self, mr: int, nr: int) -> int:
         return (mr * nr + nr + 1) * self.registers_per_vector
