@@ -218,7 +218,8 @@ def test_peak_growth_sees_what_is_freed_again() -> None:
         result, growth = machine.peak_growth(call)
         assert result == 1
         assert growth is not None
-        assert 31e6 < growth < 36e6
+        # the pages at both ends of a block that is free hold what lies beside it, and stay
+        assert 400 * (80_000 - 2 * 4096) < growth < 36e6
     _, none = machine.peak_growth(lambda: None)
     assert none is not None
     assert none < 1e6
@@ -312,8 +313,8 @@ def test_schedule() -> None:
 
     fast, ours, slow, roof_ = (contender(*x) for x in (("fast", 0.1), ("tilewise", 0.2), ("slow", 1.0), ("roof", 0.01)))
     everybody, rivals = [roof_, ours, fast, slow], [fast, slow]
-    rounds, due = schedule(everybody, rivals, Settings(seconds=6.3))
-    assert rounds == 10  # a round takes 0.62 s without the slow one
+    rounds, due = schedule(everybody, rivals, Settings(seconds=6.4))
+    assert rounds == 10  # a round takes 0.63 s without the slow one
     assert [sorted(x) for x in due] == [list(range(10))] * 3 + [[0, 3, 6]]
     assert schedule(everybody, rivals, Settings(seconds=0.1))[0] == 5
     assert schedule(everybody, rivals, Settings(seconds=0.1, repeat=2))[0] == 2

@@ -8,6 +8,7 @@ is used again. What is left for a layer is to look up its layout and to fill in 
 
 from __future__ import annotations
 
+import functools
 from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
@@ -17,24 +18,20 @@ from torch.autograd import forward_ad
 
 from tilewise.arguments import Array, F32Array
 from tilewise.config import Config, current
-from tilewise.errors import KernelError, ShapeError
+from tilewise.errors import ShapeError
 from tilewise.frontends.hf_ranges import Block, Calls
 from tilewise.frontends.tensors import array, torch, workers
 from tilewise.kernels.tables import CALL, CALL_INDEX, SEQUENCE, SEQUENCE_INDEX, up_to
 from tilewise.plan import by_rows, make_plan
 from tilewise.problem import Operands, Problem, make_problem
 from tilewise.runtime.arena import aligned
-from tilewise.runtime.launch import BASES, Prepared, address_of, launch, prepare, run_workers
+from tilewise.runtime.launch import BASES, IDLE, Prepared, Table, address_of, launch, prepare, taken
 from tilewise.runtime.pool import Pool, pool_for
 from tilewise.simd.target import current_target
 
 _REMEMBERED = 16  # layouts of layers that one mask serves, and plans of decode steps
 _STEPS = 64  # keys: the plan of a decode step is made for the next multiple, and good for the steps up to it
-_IDLE = 2  # workspaces that calls keep for their next layer; more were needed by several threads at once
-_FILLED = ("q", "k", "v", "o", "sinks", "bias", "mask")  # of BASES: what a layer fills in
-_COUNTER = CALL_INDEX["counter"]
 _Tensor = torch.Tensor
-_EXTENTS = frozenset(index for name, index in CALL_INDEX.items() if name.endswith(("_lo", "_hi")))
 _DESCRIBES = tuple(SEQUENCE_INDEX[name] for name in ("keys", "first_key", "q_offset", "first_column", "k", "v"))
 
 
@@ -82,9 +79,9 @@ def attend(
         _launch_checked(ready, _operands(calls, Layer(q, k, v, scale, softcap, sinks, bias), out), made.pool)
     elif ready.further:
         further = map(address_of, (sinks, bias, calls.mask))
-        ready.run((q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), *further, 0), made.pool)
+        ready.run(made.pool, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), *further)
     else:
-        ready.run((q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0, 0, 0, 0), made.pool)
+        ready.run(made.pool, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr())
     return out
 
 
@@ -124,29 +121,13 @@ def _operands(calls: Calls, layer: Layer, out: Any) -> Operands:
     return Operands(q, k, v, layer.sinks, o, bias=layer.bias, mask=calls.mask)
 
 
-class _Table:
-    """The table of a prepared call, in memory of its own, and which of its cells a layer fills in."""
+class _Table(Table):
+    """The table of a prepared call, which may become that of another decode step."""
 
-    __slots__ = ("address", "call", "cells", "entry", "fills", "items", "places", "tables", "workers")
+    __slots__ = ("places",)
 
-    def __init__(self, call: Prepared, scratch: int, extents: bool) -> None:
-        self.call, self.entry, self.items, self.workers = call, call.entry, call.plan.items, call.plan.workers
-        self.tables = np.empty_like(call.offsets)
-        self.address = address_of(self.tables)
-        self.cells = memoryview(cast(Any, self.tables))
-        bases = np.zeros(len(BASES), np.int64)
-        bases[BASES.index("tables")], bases[BASES.index("scratch")] = self.address, scratch
-        np.add(call.offsets, bases[call.base], out=self.tables)
-        which = {BASES.index(name): n for n, name in enumerate(_FILLED)}
-        written = {_COUNTER}
-        if self.workers > 1:  # one waits for nobody
-            written |= {CALL_INDEX["abort"], *range(len(self.tables) - self.workers, len(self.tables))}
-        base, offsets = call.base.tolist(), call.offsets.tolist()
-        self.fills = [
-            (cell, offsets[cell], which.get(base[cell], len(_FILLED)))
-            for cell in range(len(base))
-            if (base[cell] in which and (extents or cell not in _EXTENTS)) or cell in written
-        ]
+    def __init__(self, call: Prepared) -> None:
+        super().__init__(call, few=len(call.base))
         self.places = {cell: n for n, (cell, _, _) in enumerate(self.fills)}
 
     def follow(self, step: _Step) -> None:
@@ -171,17 +152,6 @@ class _Table:
             for column, value in zip(_DESCRIBES, (keys, k_offset, q_offset, start, k, v), strict=True):
                 put(row + column, value)
 
-    def run(self, addresses: tuple[int, ...], pool: Pool) -> None:
-        cells = self.cells
-        for cell, offset, which in self.fills:
-            cells[cell] = offset + addresses[which]
-        if self.workers > 1:
-            run_workers(self.call, self.tables, pool)
-            return
-        while cells[_COUNTER] < self.items:  # a run of the kernel ends after some items, to let signals in
-            if fault := self.entry(self.address, 0):
-                raise KernelError(f"{self.call.plan.shape.name}: access out of bounds at {fault:#x}")
-
 
 class _Step(NamedTuple):
     """What differs between two decode steps of one plan: the blocks, and (shape, strides, bytes of an element)."""
@@ -194,11 +164,12 @@ class _Step(NamedTuple):
 class _Workspace:
     """Tables and scratch of some calls, and the decode step that the tables are of."""
 
-    __slots__ = ("scratch", "step", "tables")
+    __slots__ = ("address", "scratch", "step", "tables")
 
-    def __init__(self, calls: list[Prepared], extents: bool) -> None:
+    def __init__(self, calls: list[Prepared]) -> None:
         self.scratch = aligned(max((call.plan.scratch_bytes for call in calls), default=0))
-        self.tables = [_Table(call, address_of(self.scratch), extents) for call in calls]
+        self.address = address_of(self.scratch)
+        self.tables = [_Table(call) for call in calls]
         self.step: _Step | None = None
 
 
@@ -213,8 +184,7 @@ class Ready:
         self.further = any((call.base >= BASES.index("sinks")).any() for call in calls)
         self.step: _Step | None = None
         self.idle: list[_Workspace] = []
-        knobs = current()
-        self.extents = knobs.interpret or knobs.check >= 2  # else no kernel reads them
+        self.workspace = functools.partial(_Workspace, self.calls)
 
     def of_step(self, step: _Step) -> Ready:
         """The same calls for another step, with the same workspaces."""
@@ -222,19 +192,17 @@ class Ready:
         ready.step = step
         return ready
 
-    def run(self, addresses: tuple[int, ...], pool: Pool) -> None:
-        """Compute: addresses of _FILLED, 0 where there is none, and 0."""
-        try:
-            space = self.idle.pop()
-        except IndexError:
-            space = _Workspace(self.calls, self.extents)
+    def run(self, pool: Pool, q: int, k: int, v: int, o: int, sinks: int = 0, bias: int = 0, mask: int = 0) -> None:
+        """Compute, given addresses; 0 where there is none."""
+        space = taken(self.idle, self.workspace)
         if space.step is not self.step:
             for table in space.tables:
                 table.follow(cast(_Step, self.step))
             space.step = self.step
+        addresses = 0, 0, space.address, q, k, v, o, 0, sinks, 0, 0, bias, mask
         for table in space.tables:
             table.run(addresses, pool)
-        if len(self.idle) < _IDLE:
+        if len(self.idle) < IDLE:
             self.idle.append(space)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,11 +26,14 @@ from tilewise.simd.jit import Entry, executable
 # Where an address in the tables starts from: nothing, the tables themselves, or an array of the call.
 EXTRA = ("kinds", "tiles", *(f"table{n}" for n in range(MAX_TABLES)))  # arrays that belong to a prepared call
 BASES = ("none", "tables", "scratch", "q", "k", "v", "o", "lse", "sinks", "blocks", "slopes", "bias", "mask", *EXTRA)
-_NO_EXTRA = [0] * len(EXTRA)
 _MOST_BYTES = 1 << 62  # what 64-bit tables can still tell a kernel
 ONE_PAGE = 1 << 60  # the page size of keys that lie one after the other
 _DATA = object.__basicsize__  # where an ndarray holds the address of its data
 _COUNTER, _ABORT = CALL_INDEX["counter"], CALL_INDEX["abort"]
+_EXTENTS = [index for name, index in CALL_INDEX.items() if name.endswith(("_lo", "_hi"))]
+_FEW = 24  # cells that are filled in sooner one by one than by NumPy
+IDLE = 2  # tables and scratch that are kept for the next call; more were needed by several threads at once
+_SMALL = 1 << 16  # bytes of scratch that are kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,11 +47,13 @@ class Prepared:
     base: NDArray[np.intp]
     extra: dict[str, NDArray[Any]]  # the arrays of EXTRA that there are
     checked: bool  # bounds are checked and scratch is poisoned
+    bounded: bool  # extents are read: by these checks, or by the interpreter
+    idle: list[Table] = field(default_factory=list)
 
 
 def prepare(problem: Problem, plan: Plan, extra: dict[str, NDArray[Any]] | None = None) -> Prepared:
     """Compile (or find) the kernel, and lay out the call's table and the descriptors of its sequences, in one array."""
-    extra = extra or {}
+    extra, knobs = extra or {}, current()
     if plan.scratch_bytes > _MOST_BYTES:
         raise ArenaExhausted(f"arena: requested {plan.scratch_bytes} bytes, more than any system gives")
     call = np.zeros(len(CALL), np.int64)
@@ -98,7 +104,8 @@ def prepare(problem: Problem, plan: Plan, extra: dict[str, NDArray[Any]] | None 
     progress = np.zeros(plan.workers, np.int64)
     return Prepared(
         problem, plan, executable(plan.kernel), np.concatenate([call, sequences.ravel(), progress]),
-        np.concatenate([call_base, sequence_base.ravel(), progress.astype(np.intp)]), extra, current().check >= 2,
+        np.concatenate([call_base, sequence_base.ravel(), progress.astype(np.intp)]), extra, knobs.check >= 2,
+        knobs.check >= 2 or knobs.interpret,
     )  # fmt: skip
 
 
@@ -125,6 +132,47 @@ def _sequences(problem: Problem, plan: Plan) -> tuple[I64Array, NDArray[np.intp]
     return table, base
 
 
+class Table:
+    """The table of a prepared call, in memory of its own: filled with the addresses of one run after another."""
+
+    __slots__ = ("address", "call", "cells", "fills", "many", "tables")
+
+    def __init__(self, call: Prepared, few: int = _FEW) -> None:
+        self.call, self.tables = call, np.empty_like(call.offsets)
+        self.address = address_of(self.tables)
+        self.cells = memoryview(cast(Any, self.tables))
+        bases = np.zeros(len(BASES), np.int64)
+        bases[BASES.index("tables")] = self.address
+        for name, x in call.extra.items():
+            bases[BASES.index(name)] = address_of(x)
+        np.add(call.offsets, bases[call.base], out=self.tables)
+        changes = (call.base >= BASES.index("scratch")) & (call.base <= BASES.index("mask"))
+        if not call.bounded:
+            changes[_EXTENTS] = False
+        changes[_COUNTER] = True
+        if call.plan.workers > 1:  # one waits for nobody
+            changes[_ABORT] = changes[-call.plan.workers :] = True
+        cells = np.flatnonzero(changes)
+        self.many = cells, call.offsets[cells], call.base[cells]
+        self.fills = list(zip(*(x.tolist() for x in self.many), strict=True)) if len(cells) <= few else []
+
+    def run(self, addresses: Sequence[int], pool: Pool) -> None:
+        """Compute, given an address for each of BASES (0 for those of the call itself and those that there are not)."""
+        cells, call = self.cells, self.call
+        for cell, offset, base in self.fills:
+            cells[cell] = offset + addresses[base]
+        if not self.fills:
+            which, offsets, bases = self.many
+            self.tables[which] = offsets + np.array(addresses, np.int64)[bases]
+        if call.plan.workers > 1:
+            _run_workers(call, self.tables, pool)
+            return
+        entry, address, items = call.entry, self.address, call.plan.items
+        while cells[_COUNTER] < items:  # a run of the kernel ends after `batch` items, to let signals in
+            if fault := entry(address, 0):
+                raise KernelError(f"{call.plan.shape.name}: access out of bounds at {fault:#x}")
+
+
 def launch(
     calls: Sequence[Prepared], operands: Operands, arena: Arena | None, pool: Pool
 ) -> tuple[Array, F32Array | None]:
@@ -137,42 +185,47 @@ def launch(
         out = np.empty(problem.out_shape, problem.out_dtype)
     if lse is None and problem.return_lse:
         lse = np.empty(problem.lse_shape, np.float32)
-    operands = operands._replace(out=out, lse=lse)
     scratch_bytes = max(call.plan.scratch_bytes for call in calls)
     if arena is None and not calls[0].checked:
-        _run(calls, operands, aligned(scratch_bytes), pool)
+        small = scratch_bytes <= _SMALL
+        scratch = taken(_scratch, lambda: aligned(_SMALL)) if small else aligned(scratch_bytes)
+        _run(calls, operands, out, lse, scratch, pool)
+        if small and len(_scratch) < IDLE:
+            _scratch.append(scratch)
         return out, lse
     scratch_arena = Arena() if arena is None else arena
     mark = scratch_arena.mark()
     try:
-        _run(calls, operands, scratch_arena.alloc(scratch_bytes), pool)
+        _run(calls, operands, out, lse, scratch_arena.alloc(scratch_bytes), pool)
         return out, lse
     finally:
         scratch_arena.rewind(mark)
 
 
-def _run(calls: Sequence[Prepared], operands: Operands, scratch: NDArray[np.uint8], pool: Pool) -> None:
-    q, k, v, sinks, out, lse, blocks, slopes, bias, mask = operands
-    arrays = list(map(address_of, (scratch, q, k, v, out, lse, sinks, blocks, slopes, bias, mask)))
+def _run(
+    calls: Sequence[Prepared], operands: Operands, out: Array, lse: F32Array | None, scratch: NDArray[np.uint8],
+    pool: Pool,
+) -> None:  # fmt: skip
+    q, k, v, sinks, _, _, blocks, slopes, bias, mask = operands
+    addresses = [0, 0, *map(address_of, (scratch, q, k, v, out, lse, sinks, blocks, slopes, bias, mask))]
     for call in calls:
         if call.plan.items:
-            tables = np.empty_like(call.offsets)
-            extra = [address_of(call.extra.get(name)) for name in EXTRA] if call.extra else _NO_EXTRA
-            bases = np.array([0, address_of(tables), *arrays, *extra], np.int64)
-            np.add(call.offsets, bases[call.base], out=tables)
-            run_workers(call, tables, pool)
+            table = taken(call.idle, functools.partial(Table, call))
+            table.run(addresses, pool)
+            if len(call.idle) < IDLE:
+                call.idle.append(table)
 
 
-def run_workers(call: Prepared, tables: I64Array, pool: Pool) -> None:
+def _run_workers(call: Prepared, tables: I64Array, pool: Pool) -> None:
     items, entry, address = call.plan.items, call.entry, address_of(tables)
-    if call.plan.workers > 1 and not call.checked:
+    if not call.checked:
         while pool.run_native(call.plan.workers, entry, address):
             if tables[_COUNTER] >= items:
                 return
 
     def work(worker: int) -> None:
         try:
-            while tables[_COUNTER] < items:  # a run of the kernel ends after `batch` items, to let signals in
+            while tables[_COUNTER] < items:
                 if fault := entry(address, worker):
                     raise KernelError(f"{call.plan.shape.name}: access out of bounds at {fault:#x}")
         except BaseException:
@@ -183,6 +236,18 @@ def run_workers(call: Prepared, tables: I64Array, pool: Pool) -> None:
         tables[_COUNTER] = items
 
     pool.run(call.plan.workers, work, cancel)
+
+
+_scratch: list[NDArray[np.uint8]] = []  # that no call uses
+Taken = TypeVar("Taken")
+
+
+def taken(idle: list[Taken], make: Callable[[], Taken]) -> Taken:
+    """One that is idle, or a new one: two threads never take the same."""
+    try:
+        return idle.pop()
+    except IndexError:
+        return make()
 
 
 def run_once(
