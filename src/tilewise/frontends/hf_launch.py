@@ -16,6 +16,11 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from torch.autograd import forward_ad
 
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:  # every layer is looked up, then
+    TensorGuards = None
+
 from tilewise.arguments import Array, F32Array
 from tilewise.config import Config, current
 from tilewise.errors import ShapeError
@@ -44,37 +49,14 @@ def attend(
     q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv] of any strides, sinks [H], bias broadcastable to
     [B, H, Tq, Tk]. One sequence of queries may be that of all sequences.
     """
+    last = calls.last
     if (
-        not (type(q) is type(k) is type(v) is _Tensor and q.is_cpu and k.is_cpu and v.is_cpu)
-        or q.is_neg() or k.is_neg() or v.is_neg() or forward_ad._current_level >= 0
-        or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+        last is not None and last.guard.check(q, k, v) and last.scale == scale and last.softcap == softcap
+        and sinks is None and bias is None and forward_ad._current_level < 0
     ):  # fmt: skip
-        q, k, v = _detached("query", q), _detached("key", k), _detached("value", v)
-    q_shape, k_shape, v_shape = q.size(), k.size(), v.size()
-    if q_shape[0] != k_shape[0] and q_shape[0] == 1:  # learned queries
-        q = q.expand(k_shape[0], -1, -1, -1)
-        q_shape = q.size()
-    made = calls.made
-    if made is None or not calls.of_one_pass:
-        knobs, pool = current(), pool_for(workers(None))
-        if made is None or made.knobs is not knobs or made.pool is not pool:
-            made = calls.made = _Made(knobs, pool)
-    key: tuple[Any, ...] = (
-        q_shape, q.stride(), k_shape, k.stride(), v_shape, v.stride(), q.dtype, k.dtype, v.dtype, scale, softcap,
-    )  # fmt: skip
-    if sinks is not None or bias is not None:
-        key += tuple(None if x is None else (x.shape, x.strides, x.dtype) for x in (sinks, bias))
-    new = q.new_zeros if calls.blind else q.new_empty
-    out = new((q_shape[0], q_shape[2], q_shape[1], v_shape[3]))
-    last, ready = made.last
-    if key != last:
-        ready = made.ready.get(key)
-        if ready is None:
-            if len(made.ready) >= _REMEMBERED:
-                made.ready.clear()
-            layer = Layer(q, k, v, scale, softcap, sinks, bias)
-            ready = made.ready[key] = _ready(calls, layer, out, made.pool.threads, key)
-        made.last = key, ready
+        made, ready, out = last.made, last.ready, (q.new_zeros if calls.blind else q.new_empty)(last.shape)
+    else:
+        made, ready, q, k, v, out = _looked_up(calls, Layer(q, k, v, scale, softcap, sinks, bias))
     if made.checked:
         _launch_checked(ready, _operands(calls, Layer(q, k, v, scale, softcap, sinks, bias), out), made.pool)
     elif ready.further:
@@ -85,16 +67,62 @@ def attend(
     return out
 
 
-class _Made:
-    """What layers share: knobs, a pool, what is ready for each layout of their arrays, and the last of these."""
+def _looked_up(calls: Calls, layer: Layer) -> tuple[_Made, Ready, Any, Any, Any, Any]:
+    """What is ready for a layer of any layout; the tensors to compute with, and a new one for the result."""
+    q, k, v, scale, softcap, sinks, bias = layer
+    if (
+        not (type(q) is type(k) is type(v) is _Tensor and q.is_cpu and k.is_cpu and v.is_cpu)
+        or q.is_neg() or k.is_neg() or v.is_neg() or forward_ad._current_level >= 0
+        or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+    ):  # fmt: skip
+        q, k, v = _detached("query", q), _detached("key", k), _detached("value", v)
+    if q.shape[0] != k.shape[0] and q.shape[0] == 1:  # learned queries
+        q = q.expand(k.shape[0], -1, -1, -1)
+    made = calls.made
+    if made is None or not calls.of_one_pass:
+        knobs, pool = current(), pool_for(workers(None))
+        if made is None or made.knobs is not knobs or made.pool is not pool:
+            made = calls.made = _Made(knobs, pool)
+    key: tuple[Any, ...] = (
+        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype, scale, softcap,
+        *(None if x is None else (x.shape, x.strides, x.dtype) for x in (sinks, bias)),
+    )  # fmt: skip
+    shape = q.shape[0], q.shape[2], q.shape[1], v.shape[3]
+    out = (q.new_zeros if calls.blind else q.new_empty)(shape)
+    ready = made.ready.get(key)
+    if ready is None:
+        if len(made.ready) >= _REMEMBERED:
+            made.ready.clear()
+        changed = Layer(q, k, v, scale, softcap, sinks, bias)
+        ready = made.ready[key] = _ready(calls, changed, out, made.pool.threads, key)
+    plain = sinks is None and bias is None and q is layer.q and k is layer.k and v is layer.v
+    if plain and calls.of_one_pass and TensorGuards is not None:
+        guard = TensorGuards(q, k, v, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        calls.last = _Last(guard, scale, softcap, shape, made, ready)
+    return made, ready, q, k, v, out
 
-    __slots__ = ("checked", "knobs", "last", "pool", "ready")
+
+class _Last(NamedTuple):
+    """What the layer before had. One call of the guard, which is one of those that compiled models of PyTorch have,
+    tells whether other tensors have the same types, dtypes, devices, flags, shapes and strides."""
+
+    guard: Any
+    scale: float | None
+    softcap: float | None
+    shape: tuple[int, ...]  # of the result
+    made: _Made
+    ready: Ready
+
+
+class _Made:
+    """What layers share: knobs, a pool, and what is ready for each layout of their arrays."""
+
+    __slots__ = ("checked", "knobs", "pool", "ready")
 
     def __init__(self, knobs: Config, pool: Pool) -> None:
         self.knobs, self.pool = knobs, pool
         self.checked = knobs.debug or knobs.check >= 2
         self.ready: dict[Any, Ready] = {}
-        self.last: tuple[Any, Any] = None, None
 
 
 class Layer(NamedTuple):

@@ -117,6 +117,7 @@ class Calls:
         self.step = shape[1] == 1 and len(parts) == shape[0]  # a step of decode: a row of each sequence
         self.of_one_pass = False  # so that nobody changes knobs or the number of threads in between
         self.made: Any = None  # by `hf_launch`: knobs, a pool, and what is ready for each layout of a layer's arrays
+        self.last: Any = None  # by the same: what the layer before had, within one pass
 
     def starts(self) -> set[int]:
         """The rows at which a block begins."""
