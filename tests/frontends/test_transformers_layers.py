@@ -122,3 +122,24 @@ def test_without_the_guard_every_layer_is_looked_up(monkeypatch: pytest.MonkeyPa
         a = [attend(qkv(seed), mask) for seed in (1, 1)]
     assert torch.equal(*a)
     assert len(seen) == 2
+
+
+def test_keys_that_are_values() -> None:
+    mask, (q, k, _) = range_mask(B, N, N), qkv(1)
+    with torch.no_grad():
+        a, b = (attend([q, k, k], mask) for _ in range(2))
+        assert torch.equal(a, b)
+        assert torch.equal(a, attend([q, k, k.clone()], mask))
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_what_is_no_tensor_is_refused_as_ever(which: int) -> None:
+    mask, tensors = range_mask(B, N, N), qkv(1)
+    others = [x.numpy() if i == which else x for i, x in enumerate(tensors)]
+    with torch.no_grad():
+        with pytest.raises(TypeError) as alone:
+            attend(others, range_mask(B, N, N))
+        attend(tensors, mask)
+        with pytest.raises(TypeError) as after:
+            attend(others, mask)
+    assert str(after.value) == str(alone.value)
