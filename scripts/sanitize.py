@@ -112,7 +112,7 @@ def unordered(order: str) -> Change:
     """Drop the order of a wait or of its signal."""
 
     def change(text: str) -> str:
-        pattern = {"acquire": r"(load atomic .*) acquire", "release": r"(atomicrmw xchg .*) release"}[order]
+        pattern = {"acquire": r"(load atomic .*) acquire", "release": r"(store atomic .*) release"}[order]
         return re.sub(pattern, r"\1 monotonic", text)
 
     return change
