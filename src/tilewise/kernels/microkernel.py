@@ -5,6 +5,7 @@ Assumes whole vectors and whole register tiles: tails and masks are the business
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from tilewise.simd.builder import LANES, Builder, Int, IntLike, Ptr, Var, Vec
@@ -94,14 +95,13 @@ def store_outputs(b: Builder, acc: Accumulators, a: Ptr, width: int) -> None:
 
 
 def row_blocks(b: Builder, rows: int, tallest: int) -> Iterator[tuple[Int, int]]:
-    """The rows of a panel in blocks of at most `tallest`: (first row, rows); a run-time loop where they are equal."""
-    heights = widths(rows, tallest)
-    if heights[0] == heights[-1]:
-        for r in b.loop(0, rows, heights[0]):
-            yield r, heights[0]
-    else:
-        for i, height in enumerate(heights):
-            yield b.integer(sum(heights[:i])), height
+    """The rows of a panel in blocks of at most `tallest`: (first row, rows); a run-time loop over equal ones."""
+    first = 0
+    for height, blocks in itertools.groupby(widths(rows, tallest)):
+        end = first + height * len(list(blocks))
+        for r in b.loop(first, end, height):
+            yield r, height
+        first = end
 
 
 def _steps(b: Builder, lo: Int, hi: Int, widest: int) -> Iterator[tuple[Int, int]]:
