@@ -54,7 +54,7 @@ def attend(
         last is not None and last.guard.check(q, k, v) and last.scale == scale and last.softcap == softcap
         and sinks is None and bias is None and forward_ad._current_level < 0
     ):  # fmt: skip
-        made, ready, out = last.made, last.ready, (q.new_zeros if calls.blind else q.new_empty)(last.shape)
+        made, ready, out = calls.made, last.ready, (q.new_zeros if calls.blind else q.new_empty)(last.shape)
     else:
         made, ready, q, k, v, out = _looked_up(calls, Layer(q, k, v, scale, softcap, sinks, bias))
     if made.checked:
@@ -93,12 +93,11 @@ def _looked_up(calls: Calls, layer: Layer) -> tuple[_Made, Ready, Any, Any, Any,
     if ready is None:
         if len(made.ready) >= _REMEMBERED:
             made.ready.clear()
-        changed = Layer(q, k, v, scale, softcap, sinks, bias)
-        ready = made.ready[key] = _ready(calls, changed, out, made.pool.threads, key)
+        ready = made.ready[key] = _ready(calls, layer._replace(q=q, k=k, v=v), out, made.pool.threads, key)
     plain = sinks is None and bias is None and q is layer.q and k is layer.k and v is layer.v
     if plain and calls.of_one_pass and TensorGuards is not None:
         guard = TensorGuards(q, k, v, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        calls.last = _Last(guard, scale, softcap, shape, made, ready)
+        calls.last = _Last(guard, scale, softcap, shape, ready)
     return made, ready, q, k, v, out
 
 
@@ -110,7 +109,6 @@ class _Last(NamedTuple):
     scale: float | None
     softcap: float | None
     shape: tuple[int, ...]  # of the result
-    made: _Made
     ready: Ready
 
 

@@ -33,13 +33,9 @@ def outer_products(
 
 def _unrolled(b: Builder, lo: IntLike, hi: IntLike) -> Iterator[Int]:
     """lo, lo + 1, ... < hi, UNROLL of them in a turn of the kernel's loop."""
-    count = hi - lo
-    whole = lo + count // UNROLL * UNROLL
-    for k in b.loop(lo, whole, UNROLL):
-        for x in range(UNROLL):
+    for k, count in _steps(b, lo, hi, UNROLL):
+        for x in range(count):
             yield k + x
-    if not isinstance(count, int) or count % UNROLL:
-        yield from b.loop(whole, hi)
 
 
 def accumulators(b: Builder, mr: int, nr: int) -> Accumulators:
@@ -104,11 +100,11 @@ def row_blocks(b: Builder, rows: int, tallest: int) -> Iterator[tuple[Int, int]]
         first = end
 
 
-def _steps(b: Builder, lo: Int, hi: Int, widest: int) -> Iterator[tuple[Int, int]]:
-    """[lo, hi) at run time in steps of `widest`, then of 1."""
+def _steps(b: Builder, lo: IntLike, hi: IntLike, widest: int) -> Iterator[tuple[Int, int]]:
+    """[lo, hi) at run time in steps of `widest`, then of 1 unless it is known that none is left."""
     whole = lo + (hi - lo) // widest * widest
     for i in b.loop(lo, whole, widest):
         yield i, widest
-    if widest > 1:
+    if widest > 1 and whole != hi:
         for i in b.loop(whole, hi):
             yield i, 1
