@@ -165,12 +165,35 @@ class Table:
             which, offsets, bases = self.many
             self.tables[which] = offsets + np.array(addresses, np.int64)[bases]
         if call.plan.workers > 1:
-            _run_workers(call, self.tables, pool)
-            return
-        entry, address, items = call.entry, self.address, call.plan.items
-        while cells[_COUNTER] < items:  # a run of the kernel ends after `batch` items, to let signals in
-            if fault := entry(address, 0):
+            self._run_workers(pool)
+        else:
+            self._work(0)
+
+    def _work(self, worker: int) -> None:
+        """Until no item is left: a run of the kernel ends after `batch` items, to let signals in."""
+        call, cells, items = self.call, self.cells, self.call.plan.items
+        while cells[_COUNTER] < items:
+            if fault := call.entry(self.address, worker):
                 raise KernelError(f"{call.plan.shape.name}: access out of bounds at {fault:#x}")
+
+    def _run_workers(self, pool: Pool) -> None:
+        call, cells, items = self.call, self.cells, self.call.plan.items
+        if not call.checked:
+            while pool.run_native(call.plan.workers, call.entry, self.address):
+                if cells[_COUNTER] >= items:
+                    return
+
+        def work(worker: int) -> None:
+            try:
+                self._work(worker)
+            except BaseException:
+                cells[_ABORT] = 1  # those that wait for this worker's span must not wait for ever
+                raise
+
+        def cancel() -> None:
+            cells[_COUNTER] = items
+
+        pool.run(call.plan.workers, work, cancel)
 
 
 def launch(
@@ -214,28 +237,6 @@ def _run(
             table.run(addresses, pool)
             if len(call.idle) < IDLE:
                 call.idle.append(table)
-
-
-def _run_workers(call: Prepared, tables: I64Array, pool: Pool) -> None:
-    items, entry, address = call.plan.items, call.entry, address_of(tables)
-    if not call.checked:
-        while pool.run_native(call.plan.workers, entry, address):
-            if tables[_COUNTER] >= items:
-                return
-
-    def work(worker: int) -> None:
-        try:
-            while tables[_COUNTER] < items:
-                if fault := entry(address, worker):
-                    raise KernelError(f"{call.plan.shape.name}: access out of bounds at {fault:#x}")
-        except BaseException:
-            tables[_ABORT] = 1  # those that wait for this worker's span must not wait for ever
-            raise
-
-    def cancel() -> None:
-        tables[_COUNTER] = items
-
-    pool.run(call.plan.workers, work, cancel)
 
 
 _scratch: list[NDArray[np.uint8]] = []  # that no call uses
