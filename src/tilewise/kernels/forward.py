@@ -230,7 +230,8 @@ class Item:
             for name, at in (("k", scratch.k_at), ("v", scratch.v_at))
         )
         lo, hi, whole = self.trim(row, t0, lo, hi)
-        stream.scores(b, shape, scratch.queries, keys, values, scratch.S, lo, hi)
+        self.softmax.no_scores()
+        stream.scores(b, shape, scratch.queries, keys, values, self.softmax.put, lo, hi)
         groups = lo // LANES, up_to(LANES, hi) // LANES
         self.softmax.update(state, row, t0, *groups, whole)
         for c, count in stream.chunks(shape):
@@ -253,6 +254,7 @@ class Item:
             panel_lo, panel_hi, whole = self.trim(row, t0, *self.panel_keys(row, t0))
             for _ in b.when(panel_lo < panel_hi):
                 groups = panel_lo // LANES, up_to(LANES, panel_hi) // LANES
+                self.softmax.no_scores()
                 self.scores(row, *groups)
                 self.softmax.update(state, row, t0, *groups, whole)
                 for _ in b.when(finite):
@@ -277,7 +279,7 @@ class Item:
         shape, scratch = self.shape, self.scratch
         nr = widths(shape.columns // LANES, shape.nr)[0]
         queries = scratch.queries + row * up_to(LANES, shape.D)
-        scores(self.b, shape.panel, shape.mr, nr, shape.D, queries, scratch.keys, scratch.S, shape.columns, lo, hi)
+        scores(self.b, shape.panel, shape.mr, nr, shape.D, queries, scratch.keys, self.softmax.put, lo, hi)
 
     def weighted_sum(self, state: Fields, row: Int, lo: Int, hi: Int) -> None:
         """a = alpha * a + P @ V for a panel and keys [lo, hi): a key that a row does not see has weight 0 there."""

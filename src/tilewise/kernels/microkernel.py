@@ -6,12 +6,14 @@ Assumes whole vectors and whole register tiles: tails and masks are the business
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from tilewise.simd.builder import LANES, Builder, Int, IntLike, Ptr, Var, Vec
+from tilewise.simd.target import TALLEST_TILE
 
 UNROLL = 2  # steps a turn of the loop: fewer instructions beside the products, where another thread shares the core
 Accumulators = list[list[Var[Vec]]]
+Put = Callable[[Int, Int, list[Vec]], None]  # takes scores of a row: (row, group, a vector for it and each next group)
 
 
 def outer_products(
@@ -50,18 +52,17 @@ def widths(count: int, widest: int) -> list[int]:
 
 
 def scores(
-    b: Builder, rows: int, mr: int, nr: int, D: int, queries: Ptr, keys: Ptr, S: Ptr, columns: int, lo: Int, hi: Int
+    b: Builder, rows: int, mr: int, nr: int, D: int, queries: Ptr, keys: Ptr, put: Put, lo: Int, hi: Int
 ) -> None:
-    """S[r, 16g : 16g + 16] = Q[r] . K for the groups lo <= g < hi of a tile, for every row of a panel."""
+    """Q[r] . K for the groups lo <= g < hi of a tile, for every row of a panel: put(r, g, vectors from group g on)."""
     query_row = -(-D // LANES) * LANES
     for r, height in row_blocks(b, rows, mr):
         for group, width in _steps(b, lo, hi, nr):
             acc = accumulators(b, height, width)
             tile = keys + group * (LANES * D)
             outer_products(b, acc, queries + r * query_row, query_row, tile, LANES, LANES * D, 0, D)
-            for x in range(height):
-                for c in range(width):
-                    b.store(S + (r + x) * columns + group * LANES + c * LANES, acc[x][c].value)
+            for x, row in enumerate(acc):
+                put(r + x, group, [cell.value for cell in row])
 
 
 def weighted_sum(
@@ -69,13 +70,14 @@ def weighted_sum(
     lo: Int, hi: Int,
 ) -> None:  # fmt: skip
     """a[r] = alpha[r] * a[r] + P[r, lo:hi] @ V[lo:hi] for every row of a panel."""
-    for r, height in row_blocks(b, rows, mr):
-        c = 0
-        for n in widths(width // LANES, nr):
+    c = 0
+    for n in widths(width // LANES, nr):
+        tallest = min(TALLEST_TILE, (mr * nr + nr) // n - 1)  # a narrow block is taller in the same registers
+        for r, height in row_blocks(b, rows, tallest):
             acc = load_outputs(b, height, n, a + r * width + c, width, alpha + r)
             outer_products(b, acc, P + r * columns, columns, values + c, width, LANES, lo, hi)
             store_outputs(b, acc, a + r * width + c, width)
-            c += n * LANES
+        c += n * LANES
 
 
 def load_outputs(b: Builder, rows: int, count: int, a: Ptr, width: int, alpha: Ptr) -> Accumulators:

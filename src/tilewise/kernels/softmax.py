@@ -6,12 +6,13 @@ anew for every span, and merged into the row's total in ascending order of spans
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from tilewise.kernels.scores import Scores
 from tilewise.kernels.tables import Fields, Shape
 from tilewise.simd.builder import LANES, Bool, Builder, Int, IntLike, Mask, Ptr, Vec
-from tilewise.simd.math import LN2, LOG2E, NAN, NEG_INF, exp2, fold, log2
+from tilewise.simd.math import LN2, LOG2E, NAN, NEG_INF, exp2, exp2_each, fold, log2
 
 LARGEST_DIVISOR = 2.0**24  # of `quotient`
 LARGEST_SQUARE = 2.0**120  # and of its result
@@ -44,23 +45,42 @@ class OnlineSoftmax:
         for i in b.loop(0, rows * self.shape.width, LANES):
             b.store(state.a + i, b.vec(0.0))
 
-    def scale_and_max(self, state: Fields, row: Int, t0: Int, lo: Int, hi: Int, masked: bool) -> None:
-        """S to base-2 scores y over groups [lo, hi), -inf where a row does not see; lanes[r] = maxima by lane."""
-        b, scratch, columns, elements = self.b, self.scratch, self.shape.columns, self.shape.variant.elements
+    def no_scores(self) -> None:
+        """Before the scores of a panel: no maxima."""
+        for r in self.b.loop(0, self.shape.panel):
+            self.b.store(self.scratch.lanes + r * LANES, self.b.vec(NEG_INF))
+
+    def put(self, r: Int, group: Int, scores: list[Vec]) -> None:
+        """Scores of row r of a panel, from a group of the tile on: S = base-2 scores y; lanes[r] = maxima by lane.
+
+        Scores that the variant changes are left as they are for `change`.
+        """
+        b, lanes = self.b, self.scratch.lanes + r * LANES
+        target = self.scratch.S + r * self.shape.columns + group * LANES
+        if not self.shape.variant.changes:
+            scores = [s * self.scale * b.vec(LOG2E) for s in scores]
+            b.store(lanes, functools.reduce(b.max, scores, b.load(lanes)))
+        for x, score in enumerate(scores):
+            b.store(target + x * LANES, score)
+
+    def change(self, state: Fields, row: Int, t0: Int, lo: Int, hi: Int, masked: bool) -> None:
+        """S, as `put` left it, to base-2 scores over groups [lo, hi), -inf where a row does not see; their maxima."""
+        b, scratch, columns, variant = self.b, self.scratch, self.shape.columns, self.shape.variant
         for r in b.loop(0, self.shape.panel, self.together):
             rows = [row + r + x for x in range(self.together)]
             best = [b.var(b.vec(NEG_INF)) for _ in rows]
-            some = [b.var(b.between(0, 0)) for _ in rows if elements and masked]
+            some = [b.var(b.between(0, 0)) for _ in rows if variant.elements and masked]
             scores = [self.scores.of_row(x) for x in rows if self.scores]
             for group in b.loop(lo, hi):
                 j = t0 + group * LANES
                 for x, own in enumerate(rows):
                     y = scratch.S + (r + x) * columns + group * LANES
-                    s = b.load(y) * self.scale
-                    score = (scores[x].change(s, j) if scores else s) * b.vec(LOG2E)
+                    score = b.load(y)
+                    if variant.changes:
+                        score = scores[x].change(score * self.scale, j) * b.vec(LOG2E)
                     if masked:
                         visible = self.sees(own, t0, group)
-                        if elements:
+                        if variant.elements:
                             visible = visible & scores[x].sees(j)
                             some[x].value = some[x].value | visible
                         score = b.where(visible, score, b.vec(NEG_INF))
@@ -68,8 +88,8 @@ class OnlineSoftmax:
                     best[x].value = b.max(best[x].value, score)
             for x, own in enumerate(rows):
                 b.store(scratch.lanes + (r + x) * LANES, best[x].value)
-                if elements:
-                    for _ in b.when(b.any(some[x].value)) if masked else (None,):
+                for seen in some[x : x + 1]:
+                    for _ in b.when(b.any(seen.value)):
                         b.store_lane(state.any + own, b.vec(1.0), 0)
 
     def sees(self, row: Int, t0: Int, group: Int) -> Mask:
@@ -89,17 +109,17 @@ class OnlineSoftmax:
 
     def weights(self, lo: Int, hi: Int) -> None:
         """S to weights p = exp2(y - shift) over groups [lo, hi); lanes[r] = their sums by lane, groups ascending."""
-        b, scratch, columns = self.b, self.scratch, self.shape.columns
+        b, scratch, columns, together = self.b, self.scratch, self.shape.columns, range(self.together)
         for r in b.loop(0, self.shape.panel, self.together):
-            shifts = [b.broadcast(scratch.shift + r + x) for x in range(self.together)]
-            sums = [b.var(b.vec(0.0)) for _ in range(self.together)]
+            shifts = [b.broadcast(scratch.shift + r + x) for x in together]
+            sums = [b.var(b.vec(0.0)) for _ in together]
             for group in b.loop(lo, hi):
-                for x in range(self.together):
-                    y = scratch.S + (r + x) * columns + group * LANES
-                    p = exp2(b, b.load(y) - shifts[x])
-                    b.store(y, p)
-                    sums[x].value = sums[x].value + p
-            for x in range(self.together):
+                y = [scratch.S + (r + x) * columns + group * LANES for x in together]
+                p = exp2_each(b, [b.load(y[x]) - shifts[x] for x in together])
+                for x in together:
+                    b.store(y[x], p[x])
+                    sums[x].value = sums[x].value + p[x]
+            for x in together:
                 b.store(scratch.lanes + (r + x) * LANES, sums[x].value)
 
     def fold_lanes(self, operation: str) -> Vec:
@@ -115,17 +135,21 @@ class OnlineSoftmax:
         or only scores of -inf, keeps its state: its alpha is 1, or multiplies zeros. `whole`: nothing is
         hidden by a variant.
         """
-        b, scratch = self.b, self.scratch
+        b, scratch, variant = self.b, self.scratch, self.shape.variant
         start, end = t0 + lo * LANES, t0 + hi * LANES
         full = (b.load_int(scratch.panel_lo_max + row) <= start) & (end <= b.load_int(scratch.panel_hi_min + row))
         if self.shape.Bc % LANES:
             full = full & (hi * LANES <= self.shape.Bc)
         if whole is not None:
             full = full & whole
-        for _ in b.when(full):
-            self.scale_and_max(state, row, t0, lo, hi, masked=False)
+        if variant.changes or variant.elements:
+            for _ in b.when(full):
+                if variant.changes:
+                    self.change(state, row, t0, lo, hi, masked=False)
+                if variant.elements:
+                    self._store_rows(state.any + row, b.vec(1.0), self.shape.panel)
         for _ in b.when(~full):
-            self.scale_and_max(state, row, t0, lo, hi, masked=True)
+            self.change(state, row, t0, lo, hi, masked=True)
         tile_max, m = self.fold_lanes("max"), b.load(state.m + row)
         M = b.max(m, tile_max)
         alpha = exp2(b, m - shift(b, M))

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Sequence
 
 from tilewise.kernels import pack
-from tilewise.kernels.microkernel import accumulators, load_outputs, store_outputs, widths
+from tilewise.kernels.microkernel import Put, accumulators, load_outputs, store_outputs, widths
 from tilewise.kernels.tables import Shape, up_to
 from tilewise.simd.builder import BF16, BF16_PAIR, LANES, Bool, Builder, Int, IntLike, Ptr, Var, Vec
 
@@ -38,8 +38,8 @@ class Rows:
                 self.b.prefetch(row + column, level)
 
 
-def scores(b: Builder, shape: Shape, queries: Ptr, keys: Rows, values: Rows, S: Ptr, lo: Int, hi: Int) -> None:
-    """S[r, j] = Q[r] . K[j] for the keys lo <= j < hi of a tile, and what it may be for the rest of their groups of 16.
+def scores(b: Builder, shape: Shape, queries: Ptr, keys: Rows, values: Rows, put: Put, lo: Int, hi: Int) -> None:
+    """Q[r] . K[j] for the keys lo <= j < hi of a tile, and what it may be for the rest of their groups of 16.
 
     Rows of K of the next group are asked for into the first-level cache, those of the next tile into the second.
     """
@@ -61,7 +61,7 @@ def scores(b: Builder, shape: Shape, queries: Ptr, keys: Rows, values: Rows, S: 
                         acc[r][y].value = b.fma(q, column, acc[r][y].value)
         for r in rows:
             for y, group in enumerate(groups):
-                b.store(S + group * LANES + r * shape.columns, acc[r][y].value)
+                put(b.integer(r), group, [acc[r][y].value])
 
 
 def _ask(b: Builder, shape: Shape, keys: Rows, values: Rows, first: Int, together: int, d: Int, count: int) -> None:

@@ -50,6 +50,11 @@ class Variant:
         return not self.name
 
     @property
+    def changes(self) -> bool:
+        """Whether scores are changed before the softmax."""
+        return bool(self.softcap or self.score or self.alibi or self.bias)
+
+    @property
     def elements(self) -> bool:
         """Whether what a row sees is more than a range."""
         return self.arrays or self.keep is not None

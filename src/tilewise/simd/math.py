@@ -57,10 +57,18 @@ def exp2(b: Builder, x: Vec) -> Vec:
     2^x = 2^n 2^f with n = round(x). The power 2^n is made from bits and multiplied in, never added to an exponent:
     a NaN stays one whatever its payload.
     """
-    rounded = x + b.vec(ROUND)
-    f = x - (rounded - b.vec(ROUND))
-    power = b.floats(b.bits(rounded) << EXPONENT_BITS)
-    return b.where(x < b.vec(EXP2_SMALLEST), b.vec(0.0), polynomial(b, (1.0, *EXP2), f) * power)
+    return exp2_each(b, [x])[0]
+
+
+def exp2_each(b: Builder, xs: list[Vec]) -> list[Vec]:
+    """exp2 of several vectors, a step of all before the next one: their chains fill each other's latency."""
+    rounded = [x + b.vec(ROUND) for x in xs]
+    fractions = [x - (n - b.vec(ROUND)) for x, n in zip(xs, rounded, strict=True)]
+    y = [b.vec(EXP2[-1])] * len(xs)
+    for c in (*reversed(EXP2[:-1]), 1.0):
+        y = [b.fma(z, f, b.vec(c)) for z, f in zip(y, fractions, strict=True)]
+    powers = [b.floats(b.bits(n) << EXPONENT_BITS) for n in rounded]
+    return [b.where(x < b.vec(EXP2_SMALLEST), b.vec(0.0), z * power) for x, z, power in zip(xs, y, powers, strict=True)]
 
 
 def log2(b: Builder, x: Vec) -> Vec:
