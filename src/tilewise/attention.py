@@ -89,12 +89,12 @@ def attention(
     InvalidArgument (a ValueError), ShapeError (a ValueError), ArenaExhausted (a MemoryError), TypeError, TargetError;
     all before anything is written.
     """
-    return run(
-        make_problem, q, k, v, sinks, out, lse, arena, pool, causal=causal, window=window, scale=scale,
-        q_offset=q_offset, alibi_slopes=alibi_slopes, softcap=softcap, bias=bias, mask=mask, score=score, keep=keep,
-        return_lse=return_lse, kv_start=kv_start, kv_len=kv_len, k_offset=k_offset, br=br, bc=bc,
-        span=span,
-    )  # fmt: skip
+    arguments = {
+        "causal": causal, "window": window, "scale": scale, "q_offset": q_offset, "alibi_slopes": alibi_slopes,
+        "softcap": softcap, "bias": bias, "mask": mask, "return_lse": return_lse, "kv_start": kv_start,
+        "kv_len": kv_len, "k_offset": k_offset, "br": br, "bc": bc, "span": span,
+    }  # fmt: skip
+    return run(make_problem, arguments, q, k, v, sinks, out, lse, arena, pool, score, keep)
 
 
 def scratch_bytes(

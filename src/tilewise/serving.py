@@ -48,12 +48,12 @@ def attention_varlen(
     ------
     As `attention`; all before anything is written.
     """
-    return run(
-        make_varlen_problem, q, k, v, sinks, out, lse, arena, pool, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k, q_offset=q_offset, k_offset=k_offset, causal=causal, window=window, scale=scale,
-        softcap=softcap, alibi_slopes=alibi_slopes, bias=bias, mask=mask, score=score, keep=keep,
-        return_lse=return_lse, br=br, bc=bc, span=span,
-    )  # fmt: skip
+    arguments = {
+        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "q_offset": q_offset, "k_offset": k_offset,
+        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes,
+        "bias": bias, "mask": mask, "return_lse": return_lse, "br": br, "bc": bc, "span": span,
+    }  # fmt: skip
+    return run(make_varlen_problem, arguments, q, k, v, sinks, out, lse, arena, pool, score, keep)
 
 
 def attention_paged(
@@ -101,9 +101,10 @@ def attention_paged(
     ------
     As `attention`; all before anything is written.
     """
-    return run(
-        make_paged_problem, q, k_pages, v_pages, sinks, out, lse, arena, pool, block_table=block_table, kv_len=kv_len,
-        cu_seqlens_q=cu_seqlens_q, q_offset=q_offset, k_offset=k_offset, causal=causal, window=window, scale=scale,
-        softcap=softcap, alibi_slopes=alibi_slopes, bias=bias, mask=mask, score=score, keep=keep,
-        return_lse=return_lse, br=br, bc=bc, span=span,
-    )  # fmt: skip
+    arguments = {
+        "block_table": block_table, "kv_len": kv_len, "cu_seqlens_q": cu_seqlens_q, "q_offset": q_offset,
+        "k_offset": k_offset, "causal": causal, "window": window, "scale": scale, "softcap": softcap,
+        "alibi_slopes": alibi_slopes, "bias": bias, "mask": mask, "return_lse": return_lse, "br": br, "bc": bc,
+        "span": span,
+    }  # fmt: skip
+    return run(make_paged_problem, arguments, q, k_pages, v_pages, sinks, out, lse, arena, pool, score, keep)

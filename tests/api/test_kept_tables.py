@@ -38,7 +38,7 @@ def test_calls_of_several_threads_at_once() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-    assert all(len(call.idle) <= launch.IDLE for _, calls in entry._memory.values() for call in calls)
+    assert all(len(call.idle) <= launch.IDLE for known in entry._memory.values() for call in known.calls)
     assert len(launch._scratch) <= launch.IDLE
 
 
@@ -69,7 +69,7 @@ def test_a_kept_table_gets_all_new_addresses(B: int, threads: int) -> None:
 def test_a_table_is_dropped_when_a_call_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be half filled, or tell workers not to wait."""
     wanted = tw.attention(*problem(1), pool=1)
-    ((_, (call,)),) = [known for key, known in entry._memory.items() if known[1][0].idle][-1:]
+    ((call,),) = [known.calls for known in entry._memory.values() if known.calls[0].idle][-1:]
     kept = len(call.idle)
 
     def fails(*_: object) -> int:

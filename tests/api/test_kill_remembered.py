@@ -29,6 +29,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(entry, "_memory", {})
     monkeypatch.setattr(entry, "launch", watched)
+    monkeypatch.setattr(entry, "short_way", lambda *_: None)
     return seen
 
 

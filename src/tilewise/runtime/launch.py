@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -20,7 +19,7 @@ from tilewise.plan import Plan
 from tilewise.problem import Operands, Problem
 from tilewise.runtime.arena import Arena, aligned
 from tilewise.runtime.pool import Pool
-from tilewise.simd.builder import Kernel
+from tilewise.simd.builder import ELEMENTS, Kernel
 from tilewise.simd.jit import Entry, executable
 
 # Where an address in the tables starts from: nothing, the tables themselves, or an array of the call.
@@ -29,6 +28,7 @@ BASES = ("none", "tables", "scratch", "q", "k", "v", "o", "lse", "sinks", "block
 _MOST_BYTES = 1 << 62  # what 64-bit tables can still tell a kernel
 ONE_PAGE = 1 << 60  # the page size of keys that lie one after the other
 _DATA = object.__basicsize__  # where an ndarray holds the address of its data
+_pointer_at = ctypes.c_ssize_t.from_address
 _COUNTER, _ABORT = CALL_INDEX["counter"], CALL_INDEX["abort"]
 _EXTENTS = [index for name, index in CALL_INDEX.items() if name.endswith(("_lo", "_hi"))]
 _FEW = 24  # cells that are filled in sooner one by one than by NumPy
@@ -135,10 +135,11 @@ def _sequences(problem: Problem, plan: Plan) -> tuple[I64Array, NDArray[np.intp]
 class Table:
     """The table of a prepared call, in memory of its own: filled with the addresses of one run after another."""
 
-    __slots__ = ("address", "call", "cells", "fills", "many", "tables")
+    __slots__ = ("address", "call", "cells", "fills", "items", "many", "several", "tables")
 
     def __init__(self, call: Prepared, few: int = _FEW) -> None:
         self.call, self.tables = call, np.empty_like(call.offsets)
+        self.items, self.several = call.plan.items, call.plan.workers > 1
         self.address = address_of(self.tables)
         self.cells = memoryview(cast(Any, self.tables))
         bases = np.zeros(len(BASES), np.int64)
@@ -150,7 +151,7 @@ class Table:
         if not call.bounded:
             changes[_EXTENTS] = False
         changes[_COUNTER] = True
-        if call.plan.workers > 1:  # one waits for nobody
+        if self.several:  # one waits for nobody
             changes[_ABORT] = changes[-call.plan.workers :] = True
         cells = np.flatnonzero(changes)
         self.many = cells, call.offsets[cells], call.base[cells]
@@ -158,26 +159,26 @@ class Table:
 
     def run(self, addresses: Sequence[int], pool: Pool) -> None:
         """Compute, given an address for each of BASES (0 for those of the call itself and those that there are not)."""
-        cells, call = self.cells, self.call
+        cells = self.cells
         for cell, offset, base in self.fills:
             cells[cell] = offset + addresses[base]
         if not self.fills:
             which, offsets, bases = self.many
             self.tables[which] = offsets + np.array(addresses, np.int64)[bases]
-        if call.plan.workers > 1:
+        if self.several:
             self._run_workers(pool)
         else:
             self._work(0)
 
     def _work(self, worker: int) -> None:
         """Until no item is left: a run of the kernel ends after `batch` items, to let signals in."""
-        call, cells, items = self.call, self.cells, self.call.plan.items
+        call, cells, items = self.call, self.cells, self.items
         while cells[_COUNTER] < items:
             if fault := call.entry(self.address, worker):
                 raise KernelError(f"{call.plan.shape.name}: access out of bounds at {fault:#x}")
 
     def _run_workers(self, pool: Pool) -> None:
-        call, cells, items = self.call, self.cells, self.call.plan.items
+        call, cells, items = self.call, self.cells, self.items
         if not call.checked:
             while pool.run_native(call.plan.workers, call.entry, self.address):
                 if cells[_COUNTER] >= items:
@@ -208,33 +209,39 @@ def launch(
         out = np.empty(problem.out_shape, problem.out_dtype)
     if lse is None and problem.return_lse:
         lse = np.empty(problem.lse_shape, np.float32)
+    q, k, v, sinks, _, _, blocks, slopes, bias, mask = operands
+    addresses = [*map(address_of, (q, k, v, out, lse, sinks, blocks, slopes, bias, mask))]
     scratch_bytes = max(call.plan.scratch_bytes for call in calls)
     if arena is None and not calls[0].checked:
-        small = scratch_bytes <= _SMALL
-        scratch = taken(_scratch, lambda: aligned(_SMALL)) if small else aligned(scratch_bytes)
-        _run(calls, operands, out, lse, scratch, pool)
-        if small and len(_scratch) < IDLE:
-            _scratch.append(scratch)
+        if scratch_bytes <= _SMALL:
+            _run_small(calls, addresses, pool)
+        else:
+            _run(calls, aligned(scratch_bytes), addresses, pool)
         return out, lse
     scratch_arena = Arena() if arena is None else arena
     mark = scratch_arena.mark()
     try:
-        _run(calls, operands, out, lse, scratch_arena.alloc(scratch_bytes), pool)
+        _run(calls, scratch_arena.alloc(scratch_bytes), addresses, pool)
         return out, lse
     finally:
         scratch_arena.rewind(mark)
 
 
-def _run(
-    calls: Sequence[Prepared], operands: Operands, out: Array, lse: F32Array | None, scratch: NDArray[np.uint8],
-    pool: Pool,
-) -> None:  # fmt: skip
-    q, k, v, sinks, _, _, blocks, slopes, bias, mask = operands
-    addresses = [0, 0, *map(address_of, (scratch, q, k, v, out, lse, sinks, blocks, slopes, bias, mask))]
+def _run_small(calls: Sequence[Prepared], addresses: Sequence[int], pool: Pool) -> None:
+    """With scratch that is kept."""
+    scratch = taken(_scratch, aligned, _SMALL)
+    _run(calls, scratch, addresses, pool)
+    if len(_scratch) < IDLE:
+        _scratch.append(scratch)
+
+
+def _run(calls: Sequence[Prepared], scratch: NDArray[np.uint8], addresses: Sequence[int], pool: Pool) -> None:
+    """Given the addresses of the arrays of a call, in the order of BASES."""
+    bases = [0, 0, address_of(scratch), *addresses]
     for call in calls:
         if call.plan.items:
-            table = taken(call.idle, functools.partial(Table, call))
-            table.run(addresses, pool)
+            table = taken(call.idle, Table, call)
+            table.run(bases, pool)
             if len(call.idle) < IDLE:
                 call.idle.append(table)
 
@@ -243,12 +250,39 @@ _scratch: list[NDArray[np.uint8]] = []  # that no call uses
 Taken = TypeVar("Taken")
 
 
-def taken(idle: list[Taken], make: Callable[[], Taken]) -> Taken:
+def taken(idle: list[Taken], make: Callable[..., Taken], *arguments: Any) -> Taken:
     """One that is idle, or a new one: two threads never take the same."""
     try:
         return idle.pop()
     except IndexError:
-        return make()
+        return make(*arguments)
+
+
+class Short:
+    """The short way from q, k and v to o, for calls of one layout that have no other array and little scratch."""
+
+    __slots__ = ("calls", "dtype", "misaligned", "shape")
+
+    def __init__(self, problem: Problem, calls: Sequence[Prepared]) -> None:
+        self.calls, self.shape, self.dtype = calls, problem.out_shape, problem.out_dtype
+        views = problem.views
+        self.misaligned = max(ELEMENTS[views[name].type].size for name in "qkv") - 1  # bits of an address
+
+    def run(self, q: Array, k: Array, v: Array, pool: Pool) -> Array | None:
+        """o, new; or None where an address is not a multiple of all their elements' sizes."""
+        at_q, at_k, at_v = address_of(q), address_of(k), address_of(v)
+        if (at_q | at_k | at_v) & self.misaligned:
+            return None
+        out = np.empty(self.shape, self.dtype)
+        _run_small(self.calls, (at_q, at_k, at_v, address_of(out), 0, 0, 0, 0, 0, 0), pool)
+        return out
+
+
+def short_way(problem: Problem, calls: Sequence[Prepared], operands: Operands) -> Short | None:
+    """A short way for further calls of a layout, if there is one."""
+    plain = not problem.return_lse and all(x is None for x in operands[3:])
+    small = all(call.plan.scratch_bytes <= _SMALL and not call.checked for call in calls)
+    return Short(problem, calls) if plain and small else None
 
 
 def run_once(
@@ -272,4 +306,4 @@ def address_of(x: NDArray[Any] | None) -> int:
     NumPy's own ways (`ctypes.data`, `__array_interface__`) build an object for it and take longer than a small kernel.
     The pointer is the first field of an array in NumPy's published binary interface.
     """
-    return 0 if x is None else ctypes.c_void_p.from_address(id(x) + _DATA).value or 0
+    return 0 if x is None else _pointer_at(id(x) + _DATA).value
