@@ -80,6 +80,7 @@ def _shapes() -> dict[str, Example]:
     return {
         "decode, streamed": Example(arrays(2, 4, 2, 1, 70, 64, 64), {"causal": True, "q_offset": [69, 40]}),
         "decode by four heads": Example(arrays(1, 4, 1, 1, 37, 40, 24), {"causal": True, "q_offset": 36}),
+        "decode by seven heads, in two blocks of rows": Example(arrays(1, 7, 1, 1, 61, 40, 24), {"bc": 33, "span": 66}),
         "prefill, packed, GQA, tails, odd Bc": Example(
             arrays(1, 6, 2, 37, 37, 20, 33), {"causal": True, "bc": 33, "span": 66}
         ),
@@ -188,6 +189,9 @@ def _hard_numbers() -> dict[str, Example]:
     infinite[0][0, 0, 0, 0], infinite[1][0, 0, 16:32, 0] = 1.0, -np.inf  # a tile of nothing but -inf for row 0
     return {
         "NaN and infinities, packed": Example((q, k, v), visible_nan),
+        "NaN and infinities, two blocks of rows": Example(
+            (np.concatenate([q[:, :, :1]] * 3, axis=1), k[:, :1], v[:, :1]), {**visible_nan, "q_offset": 33}
+        ),
         "NaN and infinities, streamed": Example((q[:, :, :1], k, v), {**visible_nan, "q_offset": 33}),
         "scores of -inf": Example(infinite, {"bc": 16, "span": 16, "scale": 1.0}),
         "subnormals": Example((low_q, low_k, low_v), {"causal": True, "q_offset": 15}),

@@ -10,6 +10,7 @@ Cost of a work item: 2 (D + Dv) flops for each visible pair; each key and value 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 
 from tilewise.kernels import pack, stream
@@ -191,10 +192,9 @@ class Item:
 
     def look(self, row: Int, t0: Int) -> Int:
         """What bias and mask say of a panel and a tile."""
-        scores = self.softmax.scores
-        assert scores is not None
+        assert self.softmax.scores is not None
         rows = self.b.imin(self.shape.panel, self.count - row)
-        return scores.look(row, rows, t0, *self.panel_keys(row, t0))
+        return self.softmax.scores.look(row, rows, t0, *self.panel_keys(row, t0))
 
     def panel_keys(self, row: Int, t0: Int) -> tuple[Int, Int]:
         """The keys [lo, hi) of a tile that lie within the range of some row of a panel."""
@@ -231,11 +231,11 @@ class Item:
         )
         lo, hi, whole = self.trim(row, t0, lo, hi)
         self.softmax.no_scores()
-        stream.scores(b, shape, scratch.queries, keys, values, self.softmax.put, lo, hi)
+        stream.scores(b, shape, scratch.queries, scratch.keys, keys, values, self.softmax.put, lo, hi)
         groups = lo // LANES, up_to(LANES, hi) // LANES
         self.softmax.update(state, row, t0, *groups, whole)
-        for c, count in stream.chunks(shape):
-            finite = stream.weighted_sum(b, shape, c, count, state.a, scratch.alpha, scratch.S, values, lo, hi)
+        for (c, count), rows in itertools.product(stream.chunks(shape), stream.row_blocks(shape)):
+            finite = stream.weighted_sum(b, shape, rows, c, count, state.a, scratch.alpha, scratch.S, values, lo, hi)
             for _ in b.when(~finite):
                 self.softmax.note_visible(row, t0, *groups)
                 for column in range(c, c + count * LANES, LANES):
@@ -243,11 +243,11 @@ class Item:
                     def value(j: Int, column: int = column) -> Vec:
                         return pack.load_columns(b, values.at(j) + column, shape.Dv - column)
 
-                    self.weighted_sum_by_row(state, row, t0, lo, hi, b.integer(column), value)
+                    self.weighted_sum_by_row(state, row, rows, t0, lo, hi, b.integer(column), value)
 
     def pack_tile(self, state: Fields, t0: Int, lo: Int, hi: Int) -> None:
         """Keys [lo, hi) of a tile for all panels, K and V packed once."""
-        b, shape, scratch = self.b, self.shape, self.scratch
+        b, shape, scratch, all_rows = self.b, self.shape, self.scratch, range(self.shape.panel)
         pack.pack_keys(b, shape, self.head_of("k"), scratch.k_at, scratch.keys, lo, hi)
         finite = pack.pack_values(b, shape, self.head_of("v"), scratch.v_at, scratch.values, lo, hi)
         for row in b.loop(0, self.padded, shape.panel):
@@ -266,7 +266,7 @@ class Item:
                         def value(j: Int, column: Int = column) -> Vec:
                             return b.load(scratch.values + j * shape.width + column)
 
-                        self.weighted_sum_by_row(state, row, t0, panel_lo, panel_hi, column, value)
+                        self.weighted_sum_by_row(state, row, all_rows, t0, panel_lo, panel_hi, column, value)
 
     def head_of(self, name: str) -> Ptr:
         """What the places of keys or values count from: the KV head's first row of all."""
@@ -290,14 +290,15 @@ class Item:
         )  # fmt: skip
 
     def weighted_sum_by_row(
-        self, state: Fields, row: Int, t0: Int, first: Int, end: Int, column: Int, value: Callable[[Int], Vec]
-    ) -> None:
-        """The same for 16 columns where a value is not finite: each row walks its own keys, as 0 * inf is not nothing.
+        self, state: Fields, row: Int, rows: range, t0: Int, first: Int, end: Int, column: Int,
+        value: Callable[[Int], Vec],
+    ) -> None:  # fmt: skip
+        """The same for some rows, 16 columns, where a value is not finite: a row walks its own keys, as 0 * inf is NaN.
 
         A row for which all that it sees of the tile is -inf skips the tile.
         """
         b, shape, scratch = self.b, self.shape, self.scratch
-        for x in b.loop(0, shape.panel):
+        for x in b.loop(rows.start, rows.stop):
             lo = b.imax(b.load_int(scratch.row_lo + row + x) - t0, first)
             hi = b.imin(b.load_int(scratch.row_hi + row + x) - t0, end)
             for _ in b.when((lo < hi) & b.any(b.vec(0.0) < b.broadcast(scratch.seen + x))):

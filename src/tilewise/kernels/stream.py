@@ -9,7 +9,7 @@ import functools
 import operator
 from collections.abc import Sequence
 
-from tilewise.kernels import pack
+from tilewise.kernels import microkernel, pack
 from tilewise.kernels.microkernel import Put, accumulators, load_outputs, store_outputs, widths
 from tilewise.kernels.tables import Shape, up_to
 from tilewise.simd.builder import BF16, BF16_PAIR, LANES, Bool, Builder, Int, IntLike, Ptr, Var, Vec
@@ -38,11 +38,16 @@ class Rows:
                 self.b.prefetch(row + column, level)
 
 
-def scores(b: Builder, shape: Shape, queries: Ptr, keys: Rows, values: Rows, put: Put, lo: Int, hi: Int) -> None:
+def scores(
+    b: Builder, shape: Shape, queries: Ptr, tile: Ptr, keys: Rows, values: Rows, put: Put, lo: Int, hi: Int
+) -> None:
     """Q[r] . K[j] for the keys lo <= j < hi of a tile, and what it may be for the rest of their groups of 16.
 
     Rows of K of the next group are asked for into the first-level cache, those of the next tile into the second.
     """
+    if len(row_blocks(shape)) > 1:
+        _scores_by_blocks(b, shape, queries, tile, keys, values, put, lo, hi)
+        return
     query_row, rows = up_to(LANES, shape.D), range(shape.panel)
     together = 2 if shape.nr >= 4 else 1  # groups: chains of fma that fill the latency of one, where rows are few
     end = up_to(LANES, hi) // LANES
@@ -62,6 +67,24 @@ def scores(b: Builder, shape: Shape, queries: Ptr, keys: Rows, values: Rows, put
         for r in rows:
             for y, group in enumerate(groups):
                 put(b.integer(r), group, [acc[r][y].value])
+
+
+def _scores_by_blocks(
+    b: Builder, shape: Shape, queries: Ptr, tile: Ptr, keys: Rows, values: Rows, put: Put, lo: Int, hi: Int
+) -> None:
+    """The same where the sums of all rows do not fit into registers: a group of K goes through `tile`, transposed."""
+    for group in b.loop(lo // LANES, up_to(LANES, hi) // LANES):
+        near = [keys.at(group * LANES + x) for x in range(LANES)]
+        for d, count in pack.steps_over(b, shape.D, keys.element):
+            _ask(b, shape, keys, values, group * LANES, 1, d, count)
+            for x, column in enumerate(pack.columns(b, [key + d for key in near], count)):
+                b.store(tile + (d + x) * LANES, column)
+
+        def put_group(r: Int, _: Int, scores: list[Vec], group: Int = group) -> None:
+            put(r, group, scores)
+
+        one = b.integer(0), b.integer(1)
+        microkernel.scores(b, shape.panel, shape.mr, 1, shape.D, queries, tile, put_group, *one)
 
 
 def _ask(b: Builder, shape: Shape, keys: Rows, values: Rows, first: Int, together: int, d: Int, count: int) -> None:
@@ -84,35 +107,38 @@ def _early(shape: Shape, values: Rows) -> int:
 
 
 def weighted_sum(
-    b: Builder, shape: Shape, c: int, count: int, a: Ptr, alpha: Ptr, P: Ptr, values: Rows, lo: Int, hi: Int
+    b: Builder, shape: Shape, rows: range, c: int, count: int, a: Ptr, alpha: Ptr, P: Ptr, values: Rows, lo: Int,
+    hi: Int,
 ) -> Bool:  # fmt: skip
-    """a[r] = alpha[r] * a[r] + P[r, lo:hi] @ V[lo:hi] for `count` vectors from column c on; whether all is finite.
+    """a[r] = alpha[r] * a[r] + P[r, lo:hi] @ V[lo:hi], some rows, `count` vectors from column c; whether all is finite.
 
     Where it is not, a is left as it was: a value that is not finite reaches every row, as 0 times it is NaN. Rows of V
     are asked for as those of K are.
     """
-    acc = load_outputs(b, shape.panel, count, a + c, shape.width, alpha)
+    at = rows.start * shape.width + c
+    acc = load_outputs(b, len(rows), count, a + at, shape.width, alpha + rows.start)
     end = c + count * LANES
     paired = min(count, (shape.Dv - c) // LANES) // 2 * 2 if values.element is BF16 else 0
     for cells in acc:
         exchange(b, cells, paired, EVEN, ODD)
     for j in b.loop(lo, hi):
         row = values.at(j)
-        values.ask(j + LANES, c, end, FIRST_LEVEL)
-        values.ask(j + shape.columns, max(c, _early(shape, values)), end, SECOND_LEVEL)
+        if not rows.start:
+            values.ask(j + LANES, c, end, FIRST_LEVEL)
+            values.ask(j + shape.columns, max(c, _early(shape, values)), end, SECOND_LEVEL)
         columns = [x for y in range(0, paired, 2) for x in pack.halves(b, b.load((row + c + y * LANES).of(BF16_PAIR)))]
         columns += [pack.load_columns(b, row + x, shape.Dv - x) for x in range(c + paired * LANES, end, LANES)]
-        for r in range(shape.panel):
+        for r, cells in zip(rows, acc, strict=True):
             weight = b.broadcast(P + j + r * shape.columns)
             for y, column in enumerate(columns):
-                acc[r][y].value = b.fma(weight, column, acc[r][y].value)
+                cells[y].value = b.fma(weight, column, cells[y].value)
     zero = b.vec(0.0)
     poison = [functools.reduce(lambda p, x: b.fma(x.value, zero, p), cells, zero) for cells in acc]
     finite = b.all(functools.reduce(operator.add, poison).equals(zero))
     for _ in b.when(finite):
         for cells in acc:
             exchange(b, cells, paired, LOWER, UPPER)
-        store_outputs(b, acc, a + c, shape.width)
+        store_outputs(b, acc, a + at, shape.width)
     return finite
 
 
@@ -124,6 +150,12 @@ def exchange(b: Builder, cells: list[Var[Vec]], paired: int, first: Sequence[int
     for y in range(0, paired, 2):
         x0, x1 = cells[y].value, cells[y + 1].value
         cells[y].value, cells[y + 1].value = b.shuffle(x0, x1, first), b.shuffle(x0, x1, second)
+
+
+def row_blocks(shape: Shape) -> list[range]:
+    """The rows of the panel in blocks whose sums registers hold: all rows, where registers are many."""
+    counts = widths(shape.panel, shape.mr)
+    return [range(sum(counts[:i]), sum(counts[: i + 1])) for i in range(len(counts))]
 
 
 def chunks(shape: Shape) -> list[tuple[int, int]]:

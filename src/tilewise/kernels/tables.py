@@ -105,8 +105,8 @@ class Shape:
 
     @property
     def streamed(self) -> bool:
-        """Whether the panel is a few rows, all in one register tile: K and V are then read in place, not packed."""
-        return self.panel == self.mr
+        """Whether the panel is of a few rows: K and V are then read in place, not packed."""
+        return self.panel < LANES
 
     @property
     def width(self) -> int:
@@ -125,11 +125,13 @@ class Shape:
 
     def scratch_fields(self) -> list[Field]:
         """The scratch of one worker, beside two states: its span's, and a total."""
-        packed = 0 if self.streamed else self.columns
+        packed = self.columns
+        if self.streamed:  # one group of 16 keys at a time, where rows are more than registers hold
+            packed = 0 if self.panel <= self.mr else LANES
         placed = 0 if self.variant.plain else 1
         return [
             ("keys", packed * self.D, 0, F32),  # [group of 16 keys][D][16]
-            ("values", packed * self.width, 0, F32),  # [key][Dv]
+            ("values", 0 if self.streamed else packed * self.width, 0, F32),  # [key][Dv]
             ("S", LANES * self.columns, 0, F32),  # scores, then weights, of one panel
             ("lanes", LANES * LANES, 0, F32),  # a vector a row, to be folded
             ("shift", LANES, 0, F32),  # M of each row of the panel, 0 where M is -inf
