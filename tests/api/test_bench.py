@@ -156,6 +156,16 @@ def test_fma_does_what_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         assert probe._constants[0][:LANES] == pytest.approx(starts * shrunk + mr * nr * (1 - shrunk), rel=1e-4)
 
 
+def test_products_do_what_they_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roof, "FMA_STEPS", 6400)
+    mr, nr = current_target().register_tile(LANES)
+    probe = RoofProbe(current_target(), 1000)
+    assert probe.product_flops == 2 * 16 * mr * nr * 6400
+    for _ in range(2):  # the second pass multiplies the same ones
+        probe.product()
+        assert (probe._products[0][:LANES] == mr * nr * 6400).all()
+
+
 def test_measured_roof_is_a_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(np.arange(0, 1000, 0.5))
     monkeypatch.setattr(roof.time, "perf_counter", lambda: float(next(clock)))  # every pass takes half a second
@@ -255,7 +265,9 @@ def test_run(bench: Command, tmp_path: Path) -> None:
         assert 1 <= len(x["rounds"]) <= 4 <= x["calls"] * 4
     assert len(first["ours"]["rounds"]) == 4
     assert first["rounds"] == 4
-    assert min(first["roof"][x] for x in ("flops", "flops_best", "read", "read_best")) > 0
+    rates = "flops", "flops_best", "product", "product_best", "read", "read_best"
+    assert min(first["roof"][x] for x in rates) > 0
+    assert first["summary"]["product_share"] > 0
     assert small["roof"] is None
     assert first["summary"]["fastest_peer"] in ("good reference", "far reference")
     for words in ("T1 tiny prefill: B2 H4 Hkv2 Tq20 Tk36 D16, causal", "bad raises: ValueError", "missing: shut"):
@@ -275,7 +287,7 @@ def test_everybody_has_a_turn_in_every_round(bench: Command, monkeypatch: pytest
     monkeypatch.setattr("tilewise.bench.measure.SLOW", 1e9)
     assert bench("-w", "T1", "-p", "good,far", "--repeat", 3)[0] == 0
     reads = [f"roof read ahead {ahead}" for ahead in READ_AHEAD]
-    assert turns == ["roof fma", *reads, "tilewise attention", "good reference", "far reference"] * 3
+    assert turns == ["roof fma", "roof product", *reads, "tilewise attention", "good reference", "far reference"] * 3
 
 
 def test_threads_and_target_are_those_asked_for(

@@ -14,7 +14,7 @@ import pytest
 
 from tilewise.kernels.forward import forward_kernel
 from tilewise.kernels.merge import merge_kernel, merge_shape
-from tilewise.kernels.roof import fma_kernel, read_kernel
+from tilewise.kernels.roof import fma_kernel, product_kernel, read_kernel
 from tilewise.kernels.tables import Shape
 from tilewise.simd.builder import Kernel
 
@@ -28,6 +28,7 @@ KERNELS = {
         forward_kernel(Shape(16, 1, 16, 1, 1, 1, ("f16", "bf16", "f16", "f32"), partial=True)),
         merge_kernel(merge_shape(17, "bf16")),
         fma_kernel(2, 2),
+        product_kernel(2, 2),
         read_kernel(),
     )
 }

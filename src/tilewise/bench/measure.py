@@ -165,8 +165,8 @@ def time_rounds(
 
 
 def roof_contenders(probe: RoofProbe, threads: int) -> list[Contender]:
-    """The kernels of the roof: fma, and both ways to read as many bytes as the workload's keys and values."""
-    calls: dict[str, Callable[[], None]] = {"fma": probe.fma}
+    """The kernels of the roof: fma, products, and both ways to read as many bytes as the workload's keys and values."""
+    calls: dict[str, Callable[[], None]] = {"fma": probe.fma, "product": probe.product}
     calls |= {f"read ahead {ahead}": _reader(probe, ahead) for ahead in READ_AHEAD}
     runner = Local(Peer(ROOF, None, False, lambda threads: "", {}, {}, ()), threads)
     opened = {name: runner.add(name, Ready(call, np.asarray), 0) for name, call in calls.items()}
@@ -243,16 +243,18 @@ def roof_record(probe: RoofProbe | None, roof: Sequence[Contender]) -> dict[str,
     """Operations and bytes a second, by the median and at best; of the two ways to read, the faster one."""
     if probe is None:
         return None
-    fma, *reads = roof
+    fma, product, *reads = roof
     read = min(reads, key=lambda x: statistics.median(x.seconds))
     return {
         "flops": probe.flops / statistics.median(fma.seconds),
         "flops_best": probe.flops / min(map(min, fma.bursts)),
+        "product": probe.product_flops / statistics.median(product.seconds),
+        "product_best": probe.product_flops / min(map(min, product.bursts)),
         "read": probe.nbytes / statistics.median(read.seconds),
         "read_best": probe.nbytes / min(map(min, read.bursts)),
         "read_kernel": read.variant,
-        "fma_rounds": _rounds(fma), "read_rounds": _rounds(read),
-        "fma_flops": probe.flops, "read_bytes": probe.nbytes,
+        "fma_rounds": _rounds(fma), "product_rounds": _rounds(product), "read_rounds": _rounds(read),
+        "fma_flops": probe.flops, "product_flops": probe.product_flops, "read_bytes": probe.nbytes,
     }  # fmt: skip
 
 

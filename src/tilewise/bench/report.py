@@ -26,7 +26,7 @@ def paired(x: Sequence[float], y: Sequence[float]) -> float | None:
 
 
 def figures(result: Result, x: Record, which: str = "median") -> dict[str, float]:
-    """Speed of a contender by its median or best time: GFLOP/s, GB/s of keys and values, shares of both roofs.
+    """Speed of a contender by its median or best time: GFLOP/s, GB/s of keys and values, shares of the roofs.
 
     `share` is of the roof that is the lower one for this workload: the least time that the machine needs / the time.
     By the median, it is of the roof in the same rounds.
@@ -36,8 +36,11 @@ def figures(result: Result, x: Record, which: str = "median") -> dict[str, float
     if roof:
         for name, work, kernel, of_kernel, rate in (
             ("fma_share", "flops", "fma_rounds", "fma_flops", "flops"),
+            ("product_share", "flops", "product_rounds", "product_flops", "product"),
             ("read_share", "kv_bytes", "read_rounds", "read_bytes", "read"),
         ):
+            if rate not in roof:  # a file that is older than this one
+                continue
             times = paired(roof.get(kernel, ()), x.get("rounds", ())) if which == "median" else None
             found[name] = result[work] / (roof[of_kernel] / times if times else roof[rate] * seconds)
         found["share"] = max(found["fma_share"], found["read_share"])
@@ -126,6 +129,7 @@ def roof_line(roof: Mapping[str, Any] | None) -> str:
         return "not measured: the fixed cost of a call is what counts"
     return (
         f"{roof['flops'] / 1e9:.1f} GFLOP/s (best {roof['flops_best'] / 1e9:.1f}), "
+        f"in products with their loads {roof['product'] / 1e9:.1f} (best {roof['product_best'] / 1e9:.1f}), "
         f"{roof['read'] / 1e9:.1f} GB/s (best {roof['read_best'] / 1e9:.1f}, {roof['read_kernel']})"
     )
 

@@ -1,13 +1,14 @@
-"""The machine's own limits, by kernels in the same language: peak of fused multiply-add, bandwidth of reads."""
+"""The machine's own limits, by kernels in the same language: fused multiply-add, alone and in products; reads."""
 
 from __future__ import annotations
 
-from tilewise.kernels.microkernel import accumulators
+from tilewise.kernels.microkernel import Accumulators, accumulators, outer_products
 from tilewise.kernels.tables import Row
-from tilewise.simd.builder import F32, LANES, Builder, Int, Kernel
+from tilewise.simd.builder import F32, LANES, Builder, Int, Kernel, Vec
 
 ROOF = ("data", "end", "steps")  # the table: a float32 array [data, end), steps to take
 UNROLL = 8  # loads in flight
+DEPTH = 64  # of a product: its operands, some 20 kB, stay in the first-level cache
 
 
 def fma_kernel(mr: int, nr: int) -> Kernel:
@@ -24,13 +25,39 @@ def fma_kernel(mr: int, nr: int) -> Kernel:
             for row in acc:
                 for cell in row:
                     cell.value = b.fma(cell.value, factor, addend)
-        total = b.vec(0.0)
-        for row in acc:
-            for cell in row:
-                total = total + cell.value
-        b.store(data, total)
+        b.store(data, _sum(b, acc))
 
     return Kernel(f"roof_fma_{mr}x{nr}", body)
+
+
+def product_kernel(mr: int, nr: int) -> Kernel:
+    """`steps` times the loop of the micro-kernel, 2 * 16 * mr * nr * DEPTH flops: what it is worth with its loads.
+
+    The data: a vector for the sum; `nr` vectors for each of DEPTH; mr rows of DEPTH floats.
+    """
+
+    def body(b: Builder, table: Int, worker: Int) -> None:
+        call = Row(b, table, ROOF)
+        data = b.pointer(call["data"], call["data"], call["end"], F32)
+        acc, right = accumulators(b, mr, nr), data + LANES
+        for _ in b.loop(0, call["steps"]):
+            outer_products(b, acc, right + DEPTH * nr * LANES, DEPTH, right, nr * LANES, LANES, 0, DEPTH)
+        b.store(data, _sum(b, acc))
+
+    return Kernel(f"roof_product_{mr}x{nr}", body)
+
+
+def product_floats(mr: int, nr: int) -> int:
+    """Floats of the data of a product."""
+    return LANES + DEPTH * nr * LANES + DEPTH * mr
+
+
+def _sum(b: Builder, acc: Accumulators) -> Vec:
+    total = b.vec(0.0)
+    for row in acc:
+        for cell in row:
+            total = total + cell.value
+    return total
 
 
 def read_kernel(ahead: int = 0) -> Kernel:

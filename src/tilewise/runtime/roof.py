@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tilewise.arguments import F32Array, I64Array
-from tilewise.kernels.roof import UNROLL, fma_kernel, read_kernel
+from tilewise.kernels.roof import DEPTH, UNROLL, fma_kernel, product_floats, product_kernel, read_kernel
 from tilewise.runtime.pool import pool_for
 from tilewise.simd.builder import LANES
 from tilewise.simd.jit import native
@@ -59,6 +59,10 @@ class RoofProbe:
         self._threads = threads
         self._pool = pool_for(threads)
         self._fma = native(fma_kernel(mr, nr), target)
+        self._product = native(product_kernel(mr, nr), target)
+        self._products = [written_floats(product_floats(mr, nr)) for _ in range(threads)]
+        self._product_tables = [_table(x, FMA_STEPS // DEPTH) for x in self._products]
+        self.product_flops = 2 * LANES * mr * nr * (FMA_STEPS // DEPTH) * DEPTH * threads
         self._read = {ahead: native(read_kernel(ahead), target) for ahead in READ_AHEAD}
         self._constants = [written_floats(2 * LANES) for _ in range(threads)]
         buffers = [written_floats(steps * _BLOCK) for _ in range(threads)]
@@ -71,6 +75,10 @@ class RoofProbe:
         for x in self._constants:  # the kernel leaves its sum there
             x[:LANES], x[LANES:] = _FACTOR, _ADDEND
         self._run(self._fma, self._fma_tables)
+
+    def product(self) -> None:
+        """`product_flops` operations in the loop of the micro-kernel, with its loads from the first-level cache."""
+        self._run(self._product, self._product_tables)
 
     def read(self, ahead: int) -> None:
         """Read `nbytes` in order, asking for lines `ahead` before they are due; 0 leaves it to the processor."""
