@@ -26,7 +26,7 @@ from tilewise.verify.halves import wide
 # place of numbers from 2 to 4, and masks rely on the check in float32.
 LARGEST_ERROR = {"f32": 2e-5, "f16": 2**-7, "bf16": 2**-5}
 DIGITS = {"f16": 11, "bf16": 8}  # of a half type, the leading one included
-FEWEST_ROUNDS, MOST_ROUNDS = 5, 200
+FEWEST_ROUNDS, MOST_ROUNDS = 9, 200
 SLOW, SLOW_ROUNDS = 4, 3  # who takes so many times longer than the fastest takes part in so few rounds
 ROOF = "roof"
 REST = 0.005  # seconds; the threads of some libraries spin for a while after a call
