@@ -91,6 +91,12 @@ def test_keys_that_begin_inside_a_span(late: Late) -> None:
     assert_serial_bits(c, late, 2, [(start, unit) for start in range(2) for unit in range(3)])
 
 
+def test_a_tile_with_fewer_spans_than_others(late: Late) -> None:
+    """Its last work item finds no span, and writes its rows when those before it are merged."""
+    c = problem(2, causal=True, q_offset=SPAN - 1)
+    assert_serial_bits(c, late, 2, [(start, unit) for start in range(2) for unit in range(2)])
+
+
 FAULT = """
 import os
 import subprocess
