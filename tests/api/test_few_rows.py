@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 import tilewise as tw
+from tests.half.halves import F32, HALVES
 from tests.support import RUNNABLE, Case, assert_same_bits, case
 from tilewise.plan import make_plan
 from tilewise.problem import make_problem
@@ -41,11 +41,11 @@ def test_there_are_several_blocks(target: str) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("type_", [np.float32, np.float16, ml_dtypes.bfloat16], ids=["f32", "f16", "bf16"])
+@pytest.mark.parametrize("of", [F32, *HALVES], ids=lambda of: of.name)
 @pytest.mark.parametrize("target", FEW)
-def test_the_bits_of_each_row_alone(target: str, type_: Any, size: dict[str, Any]) -> None:
+def test_the_bits_of_each_row_alone(target: str, of: Any, size: dict[str, Any]) -> None:
     c = case(**size)
-    c = Case(c.q.astype(type_), c.k.astype(type_), c.v.astype(type_), c.options)
+    c = Case(of.rounded(c.q), of.rounded(c.k), of.rounded(c.v), c.options)
     with tw.config(target=target):
         assert_same_bits(c.run(), alone(c))
     with tw.config(target=target, check=2):

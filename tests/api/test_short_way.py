@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 import tilewise as tw
+from tests.half.halves import BF16, BF16_BITS, F16, F32
 from tests.support import assert_same_bits
 from tilewise import entry
 from tilewise.arguments import Array
 
-TYPES: dict[str, Any] = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
+TYPES: dict[str, Any] = {"f32": F32, "f16": F16, "bf16": BF16, "bits": BF16_BITS}
 OPTIONS: list[dict[str, Any]] = [{}, {"causal": True, "q_offset": 37}, {"window": 9, "q_offset": 30}, {"softcap": 5.0}]
 
 
 def arrays(types: tuple[str, str, str] = ("f32", "f32", "f32"), B: int = 1, seed: int = 0) -> list[Array]:
     rng = np.random.default_rng(seed)
     sizes = (4, 3), (2, 40), (2, 40)
-    return [rng.standard_normal((B, *size, 24)).astype(TYPES[t]) for size, t in zip(sizes, types, strict=True)]
+    wide = [rng.standard_normal((B, *size, 24), np.float32) for size in sizes]
+    return [TYPES[t].rounded(x) for x, t in zip(wide, types, strict=True)]
 
 
 def long_way(monkeypatch: pytest.MonkeyPatch, *operands: Array, **options: Any) -> Any:
@@ -40,7 +41,9 @@ def nothing_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("types", [("f32",) * 3, ("f16",) * 3, ("bf16",) * 3, ("f32", "f16", "bf16")], ids=str)
+@pytest.mark.parametrize(
+    "types", [("f32",) * 3, ("f16",) * 3, ("bf16",) * 3, ("bits",) * 3, ("f32", "f16", "bf16")], ids=str
+)
 @pytest.mark.parametrize("B", [1, 3])
 @pytest.mark.parametrize("pool", [1, 2])
 def test_the_same_bits(
@@ -83,7 +86,7 @@ def shifted(x: Array, nbytes: int) -> Array:
 
 
 @pytest.mark.parametrize("which", range(3))
-@pytest.mark.parametrize("types", [("f32",) * 3, ("f16",) * 3])
+@pytest.mark.parametrize("types", [("f32",) * 3, ("f16",) * 3, ("bits",) * 3])
 def test_a_known_layout_that_is_not_aligned_is_refused(which: int, types: tuple[str, str, str]) -> None:
     operands = arrays(types)
     tw.attention(*operands)
