@@ -112,8 +112,13 @@ def pack_keys(b: Builder, shape: Shape, source: Ptr, k_at: Ptr, packed: Ptr, lo:
         keys = [source + b.load_int(k_at + group * LANES + x) for x in range(LANES)]
         tile = packed + group * (LANES * shape.D)
         for d, count in steps_over(b, shape.D, source.element):
-            for x, column in enumerate(columns(b, [key + d for key in keys], count)):
-                b.store(tile + (d + x) * LANES, column)
+            store_columns(b, keys, d, count, tile)
+
+
+def store_columns(b: Builder, keys: list[Ptr], d: Int, count: int, tile: Ptr) -> None:
+    """tile[d + x] = column d + x of 16 rows, for x < count."""
+    for x, column in enumerate(columns(b, [key + d for key in keys], count)):
+        b.store(tile + (d + x) * LANES, column)
 
 
 def step_of(element: Element) -> int:

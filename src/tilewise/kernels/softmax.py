@@ -46,9 +46,10 @@ class OnlineSoftmax:
             b.store(state.a + i, b.vec(0.0))
 
     def no_scores(self) -> None:
-        """Before the scores of a panel: no maxima."""
-        for r in self.b.loop(0, self.shape.panel):
-            self.b.store(self.scratch.lanes + r * LANES, self.b.vec(NEG_INF))
+        """Before the scores of a panel: no maxima, where `put` is to find them."""
+        if not self.shape.variant.changes:
+            for r in self.b.loop(0, self.shape.panel):
+                self.b.store(self.scratch.lanes + r * LANES, self.b.vec(NEG_INF))
 
     def put(self, r: Int, group: Int, scores: list[Vec]) -> None:
         """Scores of row r of a panel, from a group of the tile on: S = base-2 scores y; lanes[r] = maxima by lane.

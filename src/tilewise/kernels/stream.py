@@ -77,8 +77,7 @@ def _scores_by_blocks(
         near = [keys.at(group * LANES + x) for x in range(LANES)]
         for d, count in pack.steps_over(b, shape.D, keys.element):
             _ask(b, shape, keys, values, group * LANES, 1, d, count)
-            for x, column in enumerate(pack.columns(b, [key + d for key in near], count)):
-                b.store(tile + (d + x) * LANES, column)
+            pack.store_columns(b, near, d, count, tile)
 
         def put_group(r: Int, _: Int, scores: list[Vec], group: Int = group) -> None:
             put(r, group, scores)

@@ -135,11 +135,10 @@ def _sequences(problem: Problem, plan: Plan) -> tuple[I64Array, NDArray[np.intp]
 class Table:
     """The table of a prepared call, in memory of its own: filled with the addresses of one run after another."""
 
-    __slots__ = ("address", "call", "cells", "fills", "items", "many", "several", "tables")
+    __slots__ = ("address", "call", "cells", "fills", "many", "tables")
 
     def __init__(self, call: Prepared, few: int = _FEW) -> None:
         self.call, self.tables = call, np.empty_like(call.offsets)
-        self.items, self.several = call.plan.items, call.plan.workers > 1
         self.address = address_of(self.tables)
         self.cells = memoryview(cast(Any, self.tables))
         bases = np.zeros(len(BASES), np.int64)
@@ -151,7 +150,7 @@ class Table:
         if not call.bounded:
             changes[_EXTENTS] = False
         changes[_COUNTER] = True
-        if self.several:  # one waits for nobody
+        if call.plan.workers > 1:  # one waits for nobody
             changes[_ABORT] = changes[-call.plan.workers :] = True
         cells = np.flatnonzero(changes)
         self.many = cells, call.offsets[cells], call.base[cells]
@@ -159,26 +158,26 @@ class Table:
 
     def run(self, addresses: Sequence[int], pool: Pool) -> None:
         """Compute, given an address for each of BASES (0 for those of the call itself and those that there are not)."""
-        cells = self.cells
+        cells, call = self.cells, self.call
         for cell, offset, base in self.fills:
             cells[cell] = offset + addresses[base]
         if not self.fills:
             which, offsets, bases = self.many
             self.tables[which] = offsets + np.array(addresses, np.int64)[bases]
-        if self.several:
+        if call.plan.workers > 1:
             self._run_workers(pool)
         else:
             self._work(0)
 
     def _work(self, worker: int) -> None:
         """Until no item is left: a run of the kernel ends after `batch` items, to let signals in."""
-        call, cells, items = self.call, self.cells, self.items
+        call, cells, items = self.call, self.cells, self.call.plan.items
         while cells[_COUNTER] < items:
             if fault := call.entry(self.address, worker):
                 raise KernelError(f"{call.plan.shape.name}: access out of bounds at {fault:#x}")
 
     def _run_workers(self, pool: Pool) -> None:
-        call, cells, items = self.call, self.cells, self.items
+        call, cells, items = self.call, self.cells, self.call.plan.items
         if not call.checked:
             while pool.run_native(call.plan.workers, call.entry, self.address):
                 if cells[_COUNTER] >= items:

@@ -43,9 +43,14 @@ EVEN_QUARTERS, ODD_QUARTERS = (
 
 def polynomial(b: Builder, coefficients: tuple[float, ...], x: Vec) -> Vec:
     """c[0] + c[1] x + ... by Horner's rule in fma."""
-    y = b.vec(coefficients[-1])
+    return polynomial_each(b, coefficients, [x])[0]
+
+
+def polynomial_each(b: Builder, coefficients: tuple[float, ...], xs: list[Vec]) -> list[Vec]:
+    """The polynomial of several vectors, a step of all before the next one."""
+    y = [b.vec(coefficients[-1])] * len(xs)
     for c in reversed(coefficients[:-1]):
-        y = b.fma(y, x, b.vec(c))
+        y = [b.fma(z, x, b.vec(c)) for z, x in zip(y, xs, strict=True)]
     return y
 
 
@@ -64,9 +69,7 @@ def exp2_each(b: Builder, xs: list[Vec]) -> list[Vec]:
     """exp2 of several vectors, a step of all before the next one: their chains fill each other's latency."""
     rounded = [x + b.vec(ROUND) for x in xs]
     fractions = [x - (n - b.vec(ROUND)) for x, n in zip(xs, rounded, strict=True)]
-    y = [b.vec(EXP2[-1])] * len(xs)
-    for c in (*reversed(EXP2[:-1]), 1.0):
-        y = [b.fma(z, f, b.vec(c)) for z, f in zip(y, fractions, strict=True)]
+    y = polynomial_each(b, (1.0, *EXP2), fractions)
     powers = [b.floats(b.bits(n) << EXPONENT_BITS) for n in rounded]
     return [b.where(x < b.vec(EXP2_SMALLEST), b.vec(0.0), z * power) for x, z, power in zip(xs, y, powers, strict=True)]
 
