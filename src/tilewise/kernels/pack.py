@@ -137,17 +137,39 @@ def steps_over(b: Builder, width: int, element: Element) -> Iterator[tuple[Int, 
 
 
 def columns(b: Builder, rows: list[Ptr], count: int) -> list[Vec]:
-    """`count` columns of 16 rows as float32, transposed: a vector a column.
-
-    Pairs of bfloat16 are transposed as they lie, 32 bits each: half the shuffles, and each half is a float32's upper.
-    """
-    element = rows[0].element
-    if count < step_of(element):
+    """`count` columns of 16 rows as float32, transposed: a vector a column."""
+    if count < step_of(rows[0].element):
         return transpose(b, [load_columns(b, row, count) for row in rows])[:count]
-    rows = [row.of(BF16_PAIR) for row in rows] if element is BF16 else rows
+    return widened(b, rows[0].element, transposed(b, rows))
+
+
+def transposed(b: Builder, rows: list[Ptr]) -> list[Vec]:
+    """A step's columns of 16 rows. Pairs of bfloat16 are transposed as they lie, 32 bits each: half the shuffles."""
+    rows = [row.of(BF16_PAIR) for row in rows] if rows[0].element is BF16 else rows
     pairs = [(rows[x + r], rows[x + r + QUARTER]) for x in (0, HALF) for r in range(QUARTER)]
-    both = transpose(b, [b.load_halves(*pair) for pair in pairs])
-    return both if element is not BF16 else [half for pair in both for half in halves(b, pair)]
+    return transpose(b, [b.load_halves(*pair) for pair in pairs])
+
+
+def widened(b: Builder, element: Element, vectors: list[Vec]) -> list[Vec]:
+    """The same as float32: each half of a pair of bfloat16 is a float32's upper."""
+    return [half for pair in vectors for half in halves(b, pair)] if element is BF16 else vectors
+
+
+def columns_ahead(b: Builder, width: int, rows: list[Ptr]) -> Iterator[tuple[Int, list[Vec]]]:
+    """(first, columns) of 16 rows by steps: those of the next step are on their way before these are used."""
+    element = rows[0].element
+    step = step_of(element)
+    whole = width // step * step
+    if whole:
+        now = [b.var(vector) for vector in transposed(b, rows)]
+        for d in b.loop(0, whole - step, step):
+            then = transposed(b, [row + (d + step) for row in rows])
+            yield d, widened(b, element, [vector.value for vector in now])
+            for vector, after in zip(now, then, strict=True):
+                vector.value = after
+        yield b.integer(whole - step), widened(b, element, [vector.value for vector in now])
+    if width % step:
+        yield b.integer(whole), columns(b, [row + whole for row in rows], width % step)
 
 
 def halves(b: Builder, pairs: Vec) -> tuple[Vec, Vec]:

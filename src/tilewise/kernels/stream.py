@@ -18,6 +18,7 @@ EVEN, ODD = range(0, 2 * LANES, 2), range(1, 2 * LANES, 2)  # lanes of two vecto
 LOWER, UPPER = ([x // 2 + first + x % 2 * LANES for x in range(LANES)] for first in (0, LANES // 2))  # back again
 LINE = 64  # bytes of a cache line; the second level is asked for two at a time
 FIRST_LEVEL, SECOND_LEVEL = 3, 2  # of the cache, into which a prefetch goes
+SOON = 4  # rows ahead, for V into the first level
 
 
 class Rows:
@@ -49,24 +50,17 @@ def scores(
         _scores_by_blocks(b, shape, queries, tile, keys, values, put, lo, hi)
         return
     query_row, rows = up_to(LANES, shape.D), range(shape.panel)
-    together = 2 if shape.nr >= 4 else 1  # groups: chains of fma that fill the latency of one, where rows are few
-    end = up_to(LANES, hi) // LANES
-    for first in b.loop(lo // LANES, end, together):
-        groups = [b.imin(first + x, end - 1) for x in range(together)]
-        near = [[keys.at(group * LANES + x) for x in range(LANES)] for group in groups]
-        acc = accumulators(b, shape.panel, together)
-        for d, count in pack.steps_over(b, shape.D, keys.element):
-            for group in groups:
-                _ask(b, shape, keys, values, group * LANES, together, d, count)
-            tiles = [pack.columns(b, [key + d for key in rows_of], count) for rows_of in near]
-            for x, columns in enumerate(zip(*tiles, strict=True)):
+    for group in b.loop(lo // LANES, up_to(LANES, hi) // LANES):
+        near = [keys.at(group * LANES + x) for x in range(LANES)]
+        acc = accumulators(b, shape.panel, 1)
+        for d, columns in pack.columns_ahead(b, shape.D, near):
+            _ask(b, shape, keys, values, group * LANES, d, len(columns))
+            for x, column in enumerate(columns):
                 for r in rows:
                     q = b.broadcast(queries + d + (x + r * query_row))
-                    for y, column in enumerate(columns):
-                        acc[r][y].value = b.fma(q, column, acc[r][y].value)
+                    acc[r][0].value = b.fma(q, column, acc[r][0].value)
         for r in rows:
-            for y, group in enumerate(groups):
-                put(b.integer(r), group, [acc[r][y].value])
+            put(b.integer(r), group, [acc[r][0].value])
 
 
 def _scores_by_blocks(
@@ -76,7 +70,7 @@ def _scores_by_blocks(
     for group in b.loop(lo // LANES, up_to(LANES, hi) // LANES):
         near = [keys.at(group * LANES + x) for x in range(LANES)]
         for d, count in pack.steps_over(b, shape.D, keys.element):
-            _ask(b, shape, keys, values, group * LANES, 1, d, count)
+            _ask(b, shape, keys, values, group * LANES, d, count)
             pack.store_columns(b, near, d, count, tile)
 
         def put_group(r: Int, _: Int, scores: list[Vec], group: Int = group) -> None:
@@ -86,14 +80,14 @@ def _scores_by_blocks(
         microkernel.scores(b, shape.panel, shape.mr, 1, shape.D, queries, tile, put_group, *one)
 
 
-def _ask(b: Builder, shape: Shape, keys: Rows, values: Rows, first: Int, together: int, d: Int, count: int) -> None:
-    """Prefetch, at each whole step over D, some rows of those `together` groups and a tile ahead, in their order."""
+def _ask(b: Builder, shape: Shape, keys: Rows, values: Rows, first: Int, d: Int, count: int) -> None:
+    """Prefetch, at each whole step over D, some rows of the next group and a tile ahead, in their order."""
     steps = shape.D // count
     each = -(-LANES // max(1, steps)) if count == pack.step_of(keys.element) else 0
     for x in range(each):
         row = d // count * each + x
         row = first + (row if each * steps == LANES else b.imin(row, LANES - 1))
-        keys.ask(row + min(together * LANES, shape.columns), 0, shape.D, FIRST_LEVEL)
+        keys.ask(row + LANES, 0, shape.D, FIRST_LEVEL)
         keys.ask(row + shape.columns, 0, shape.D, SECOND_LEVEL)
         values.ask(row + shape.columns, 0, _early(shape, values), SECOND_LEVEL)
 
@@ -123,7 +117,7 @@ def weighted_sum(
     for j in b.loop(lo, hi):
         row = values.at(j)
         if not rows.start:
-            values.ask(j + LANES, c, end, FIRST_LEVEL)
+            values.ask(j + SOON, c, end, FIRST_LEVEL)
             values.ask(j + shape.columns, max(c, _early(shape, values)), end, SECOND_LEVEL)
         columns = [x for y in range(0, paired, 2) for x in pack.halves(b, b.load((row + c + y * LANES).of(BF16_PAIR)))]
         columns += [pack.load_columns(b, row + x, shape.Dv - x) for x in range(c + paired * LANES, end, LANES)]
