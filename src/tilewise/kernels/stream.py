@@ -16,7 +16,7 @@ from tilewise.simd.builder import BF16, BF16_PAIR, LANES, Bool, Builder, Int, In
 
 EVEN, ODD = range(0, 2 * LANES, 2), range(1, 2 * LANES, 2)  # lanes of two vectors
 LOWER, UPPER = ([x // 2 + first + x % 2 * LANES for x in range(LANES)] for first in (0, LANES // 2))  # back again
-LINE = 64  # bytes of a cache line; the second level is asked for two at a time
+LINE = 64  # bytes of a cache line
 FIRST_LEVEL, SECOND_LEVEL = 3, 2  # of the cache, into which a prefetch goes
 SOON = 4  # rows ahead, for V into the first level
 
@@ -95,8 +95,20 @@ def _ask(b: Builder, shape: Shape, keys: Rows, values: Rows, first: Int, d: Int,
 def _early(shape: Shape, values: Rows) -> int:
     """The columns of V's next tile that are asked for beside K's, a quarter of them: else memory has nothing to do for
     the second half of the scores, and more than it can during the sums."""
-    lines = shape.Dv * values.element.size // LINE
-    return lines // 8 * 2 * LINE // values.element.size
+    return shape.Dv // (4 * _pair(values)) * _pair(values)
+
+
+def _late(shape: Shape, values: Rows, c: int) -> tuple[int, int]:
+    """The columns [first, end) of it that are asked for beside the sums of a chunk: as many for each, in whole pairs."""
+    first, pair, starts = _early(shape, values), _pair(values), [start for start, _ in chunks(shape)]
+    pairs, chunk = -(-(shape.Dv - first) // pair), starts.index(c)
+    begin, end = (first + pairs * x // len(starts) * pair for x in (chunk, chunk + 1))
+    return begin, min(end, shape.Dv)
+
+
+def _pair(values: Rows) -> int:
+    """Columns in a pair of lines, which the second level fetches together."""
+    return 2 * LINE // values.element.size
 
 
 def weighted_sum(
@@ -118,7 +130,7 @@ def weighted_sum(
         row = values.at(j)
         if not rows.start:
             values.ask(j + SOON, c, end, FIRST_LEVEL)
-            values.ask(j + shape.columns, max(c, _early(shape, values)), end, SECOND_LEVEL)
+            values.ask(j + shape.columns, *_late(shape, values, c), SECOND_LEVEL)
         columns = [x for y in range(0, paired, 2) for x in pack.halves(b, b.load((row + c + y * LANES).of(BF16_PAIR)))]
         columns += [pack.load_columns(b, row + x, shape.Dv - x) for x in range(c + paired * LANES, end, LANES)]
         for r, cells in zip(rows, acc, strict=True):
