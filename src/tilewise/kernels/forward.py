@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Callable, Iterator
 
 from tilewise.kernels import pack, stream
+from tilewise.kernels.claims import work_items
 from tilewise.kernels.microkernel import scores, weighted_sum, widths
 from tilewise.kernels.scores import Scores
 from tilewise.kernels.softmax import OnlineSoftmax
@@ -32,27 +33,6 @@ def forward_kernel(shape: Shape) -> Kernel:
             Item(b, shape, call, Row(b, descriptor, SEQUENCE), worker, item, claimed).run()
 
     return Kernel(shape.name, body)
-
-
-def work_items(b: Builder, call: Row) -> Iterator[tuple[Int, Int, Int]]:
-    """Claim items until none is left or `batch` are taken: (descriptor's address, item of its sequence, of all)."""
-    items, size = call["items"], 8 * len(SEQUENCE)
-
-    def first_item(descriptor: Int) -> Int:
-        address = descriptor + 8 * SEQUENCE.index("first_item")
-        return b.load_int(b.pointer(address, address, address + 8, I64))
-
-    claimed, taken = b.var(b.fetch_add(call.cell("counter"), 1)), b.var(b.integer(0))
-    descriptor = b.var(call["sequences"])
-    for _ in b.repeat(lambda: claimed.value < items):
-        for _ in b.repeat(lambda: first_item(descriptor.value + size) <= claimed.value):
-            descriptor.value = descriptor.value + size
-        yield descriptor.value, claimed.value - first_item(descriptor.value), claimed.value
-        taken.value = taken.value + 1
-        last = taken.value >= call["batch"]
-        claimed.value = items
-        for _ in b.when(~last):
-            claimed.value = b.fetch_add(call.cell("counter"), 1)
 
 
 class Item:
@@ -97,8 +77,7 @@ class Item:
         """Rows in, spans in ascending order, rows out."""
         b, span, softmax = self.b, self.call["span"], self.softmax
         self.rows_in()
-        if self.shape.streamed:
-            pack.no_places(b, self.shape, self.scratch)
+        pack.no_places(b, self.shape, self.scratch)
         lo, hi = pack.panel_ranges(b, self.shape, self.scratch, self.padded)
         first, end = lo // span, (hi + span - 1) // span
         if self.shape.partial:  # all keys are of one span; a tile may see none
@@ -141,8 +120,7 @@ class Item:
         b, total = self.b, self.total
         self.softmax.init(total, self.padded)
         for _ in b.when(~self.call["sinks"].equals(0)):
-            for r in b.loop(0, self.count):
-                _, head = self.place(r)
+            for r, _, head in self.rows(0, self.count):
                 b.store_lane(total.m + r, self.sink(head) * b.vec(LOG2E), 0)
                 b.store_lane(total.l + r, b.vec(1.0), 0)
 
@@ -150,20 +128,17 @@ class Item:
         """The keys at positions [lo, hi) of one span, by tiles anchored at position 0; those up to end will follow."""
         b, Bc = self.b, self.shape.Bc
         first = lo // Bc * Bc
-        if self.shape.streamed:
-            self.places(0, first, lo, end)
+        self.places(0, first, lo, end)
         for t0 in b.loop(first, hi, Bc):
-            tile_lo, tile_hi = b.imax(lo - t0, 0), b.imin(hi - t0, Bc)
-            if self.shape.streamed:
-                for _ in b.when(t0 + Bc < end):  # else nothing is to be asked for, and what lies there does not matter
-                    self.places(self.shape.columns, t0 + Bc, lo, end)
-                for _ in self.when_needed(t0):
+            tile_lo, tile_hi, more = b.imax(lo - t0, 0), b.imin(hi - t0, Bc), t0 + Bc < end
+            for _ in b.when(more):  # else nothing is to be asked for, and what lies there does not matter
+                self.places(self.shape.columns, t0 + Bc, lo, end)
+            for _ in self.when_needed(t0):
+                if self.shape.streamed:
                     self.stream_tile(state, t0, tile_lo, tile_hi)
-                pack.next_places(b, self.shape, self.scratch)
-            else:
-                for _ in self.when_needed(t0):
-                    self.places(0, t0, lo, end)
-                    self.pack_tile(state, t0, tile_lo, tile_hi)
+                else:
+                    self.pack_tile(state, t0, tile_lo, tile_hi, more)
+            pack.next_places(b, self.shape, self.scratch)
 
     def when_needed(self, t0: Int) -> Iterator[None]:
         """The body runs unless the variant hides the tile from all panels."""
@@ -225,10 +200,7 @@ class Item:
     def stream_tile(self, state: Fields, t0: Int, lo: Int, hi: Int) -> None:
         """Keys [lo, hi) of a tile for the one panel of a few rows, K and V read where they lie."""
         b, shape, scratch, row = self.b, self.shape, self.scratch, self.b.integer(0)
-        keys, values = (
-            stream.Rows(b, self.head_of(name), at, shape.columns)
-            for name, at in (("k", scratch.k_at), ("v", scratch.v_at))
-        )
+        keys, values = self.rows_of("k"), self.rows_of("v")
         lo, hi, whole = self.trim(row, t0, lo, hi)
         self.softmax.no_scores()
         stream.scores(b, shape, scratch.queries, scratch.keys, keys, values, self.softmax.put, lo, hi)
@@ -245,12 +217,13 @@ class Item:
 
                     self.weighted_sum_by_row(state, row, rows, t0, lo, hi, b.integer(column), value)
 
-    def pack_tile(self, state: Fields, t0: Int, lo: Int, hi: Int) -> None:
-        """Keys [lo, hi) of a tile for all panels, K and V packed once."""
+    def pack_tile(self, state: Fields, t0: Int, lo: Int, hi: Int, more: Bool) -> None:
+        """Keys [lo, hi) of a tile for all panels, K and V packed once. `more`: whether another tile will follow."""
         b, shape, scratch, all_rows = self.b, self.shape, self.scratch, range(self.shape.panel)
         pack.pack_keys(b, shape, self.head_of("k"), scratch.k_at, scratch.keys, lo, hi)
         finite = pack.pack_values(b, shape, self.head_of("v"), scratch.v_at, scratch.values, lo, hi)
         for row in b.loop(0, self.padded, shape.panel):
+            self.ask(row, more)
             panel_lo, panel_hi, whole = self.trim(row, t0, *self.panel_keys(row, t0))
             for _ in b.when(panel_lo < panel_hi):
                 groups = panel_lo // LANES, up_to(LANES, panel_hi) // LANES
@@ -267,6 +240,24 @@ class Item:
                             return b.load(scratch.values + j * shape.width + column)
 
                         self.weighted_sum_by_row(state, row, all_rows, t0, panel_lo, panel_hi, column, value)
+
+    def ask(self, row: Int, more: Bool) -> None:
+        """Prefetch, beside a panel, its share of the next tile; beside the last tile its rows of o."""
+        b, shape = self.b, self.shape
+        for _ in b.when(more):
+            first, end = (shape.columns * x // self.padded for x in (row, row + shape.panel))
+            keys, values = self.rows_of("k"), self.rows_of("v")
+            for j in b.loop(shape.columns + first, shape.columns + end):
+                keys.ask(j, 0, shape.D, stream.SECOND_LEVEL)
+                values.ask(j, 0, shape.Dv, stream.SECOND_LEVEL)
+        for _ in b.when(~more):
+            for _, i, head in self.rows(row, b.imin(row + shape.panel, self.count)):
+                stream.ask(b, self.address("o", i, head), 0, shape.Dv, stream.SECOND_LEVEL)
+
+    def rows_of(self, name: str) -> stream.Rows:
+        """The rows of K or V in this tile and the next."""
+        at = self.scratch.k_at if name == "k" else self.scratch.v_at
+        return stream.Rows(self.b, self.head_of(name), at, self.shape.columns)
 
     def head_of(self, name: str) -> Ptr:
         """What the places of keys or values count from: the KV head's first row of all."""
@@ -317,10 +308,15 @@ class Item:
         else:
             yield
 
-    def place(self, row: Int) -> tuple[Int, Int]:
-        """(query row, query head) of a row of this item."""
-        flat, group = self.start + row, self.call["group"]
-        return flat // group, self.kv_head * group + flat % group
+    def rows(self, first: IntLike, end: Int) -> Iterator[tuple[Int, Int, Int]]:
+        """Rows [first, end) of this item, each with its query row and query head."""
+        b, flat, group = self.b, self.start + first, self.call["group"]
+        i, head = b.var(flat // group), b.var(flat % group)
+        for r in b.loop(first, end):
+            yield r, i.value, self.kv_head * group + head.value
+            head.value = head.value + 1
+            over = head.value.equals(group)
+            i.value, head.value = i.value + b.choose(over, 1, 0), b.choose(over, 0, head.value)
 
     def address(self, name: str, row: Int, head: Int) -> Ptr:
         """Where a query row's q, o or lse lies."""
@@ -332,8 +328,7 @@ class Item:
     def rows_in(self) -> None:
         """Pack the queries and find what each row sees."""
         b, shape, call, scratch = self.b, self.shape, self.call, self.scratch
-        for r in b.loop(0, self.count):
-            i, head = self.place(r)
+        for r, i, head in self.rows(0, self.count):
             pack.copy_row(b, shape.D, self.address("q", i, head), scratch.queries + r * up_to(LANES, shape.D))
             pack.row_range(b, call, scratch, r, self.sequence["q_offset"] + i, *self.keys_for(r))
             if not shape.variant.plain:
@@ -369,8 +364,7 @@ class Item:
     def rows_out(self) -> None:
         """Write o and lse. A row that sees no key is empty by its indices: o = 0, lse = -inf or its sink."""
         b, shape, scratch = self.b, self.shape, self.scratch
-        for r in b.loop(0, self.count):
-            i, head = self.place(r)
+        for r, i, head in self.rows(0, self.count):
             target = self.address("o", i, head)
             empty = b.load_int(scratch.row_hi + r).equals(NO_KEY[1])
             if shape.variant.elements:
@@ -388,8 +382,7 @@ class Item:
     def states_out(self) -> None:
         """Write the state of every row: a where o would lie, m and l where lse would."""
         b, shape, total = self.b, self.shape, self.total
-        for r in b.loop(0, self.count):
-            i, head = self.place(r)
+        for r, i, head in self.rows(0, self.count):
 
             def value(c: IntLike, row: Ptr = total.a + r * shape.width) -> Vec:
                 return b.load(row + c)

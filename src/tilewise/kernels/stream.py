@@ -34,9 +34,13 @@ class Rows:
     def ask(self, j: Int, first: int, end: int, level: int) -> None:
         """Prefetch columns [first, end) of row j."""
         if first < end:
-            row = self.at(j)
-            for column in range(first, end, LINE // self.element.size):
-                self.b.prefetch(row + column, level)
+            ask(self.b, self.at(j), first, end, level)
+
+
+def ask(b: Builder, row: Ptr, first: int, end: int, level: int) -> None:
+    """Prefetch columns [first, end) of a row."""
+    for column in range(first, end, LINE // row.element.size):
+        b.prefetch(row + column, level)
 
 
 def scores(
@@ -99,7 +103,7 @@ def _early(shape: Shape, values: Rows) -> int:
 
 
 def _late(shape: Shape, values: Rows, c: int) -> tuple[int, int]:
-    """The columns [first, end) of it that are asked for beside the sums of a chunk: as many for each, in whole pairs."""
+    """The columns [first, end) of it that are asked for beside the sums of a chunk: whole pairs, as many for each."""
     first, pair, starts = _early(shape, values), _pair(values), [start for start, _ in chunks(shape)]
     pairs, chunk = -(-(shape.Dv - first) // pair), starts.index(c)
     begin, end = (first + pairs * x // len(starts) * pair for x in (chunk, chunk + 1))
