@@ -55,14 +55,16 @@ def scores(
     b: Builder, rows: int, mr: int, nr: int, D: int, queries: Ptr, keys: Ptr, put: Put, lo: Int, hi: Int
 ) -> None:
     """Q[r] . K for the groups lo <= g < hi of a tile, for every row of a panel: put(r, g, vectors from group g on)."""
-    query_row = -(-D // LANES) * LANES
-    for r, height in row_blocks(b, rows, mr):
-        for group, width in _steps(b, lo, hi, nr):
-            acc = accumulators(b, height, width)
-            tile = keys + group * (LANES * D)
-            outer_products(b, acc, queries + r * query_row, query_row, tile, LANES, LANES * D, 0, D)
-            for x, row in enumerate(acc):
-                put(r + x, group, [cell.value for cell in row])
+    query_row, whole = -(-D // LANES) * LANES, lo + (hi - lo) // nr * nr
+    parts = [(nr, lo, whole), (1, whole, hi)] if nr > 1 else [(1, lo, hi)]
+    for width, first, end in parts:
+        for r, height in row_blocks(b, rows, tallest(mr, nr, width)):
+            for group in b.loop(first, end, width):
+                acc = accumulators(b, height, width)
+                tile = keys + group * (LANES * D)
+                outer_products(b, acc, queries + r * query_row, query_row, tile, LANES, LANES * D, 0, D)
+                for x, row in enumerate(acc):
+                    put(r + x, group, [cell.value for cell in row])
 
 
 def weighted_sum(
@@ -72,12 +74,16 @@ def weighted_sum(
     """a[r] = alpha[r] * a[r] + P[r, lo:hi] @ V[lo:hi] for every row of a panel."""
     c = 0
     for n in widths(width // LANES, nr):
-        tallest = min(TALLEST_TILE, (mr * nr + nr) // n - 1)  # a narrow block is taller in the same registers
-        for r, height in row_blocks(b, rows, tallest):
+        for r, height in row_blocks(b, rows, tallest(mr, nr, n)):
             acc = load_outputs(b, height, n, a + r * width + c, width, alpha + r)
             outer_products(b, acc, P + r * columns, columns, values + c, width, LANES, lo, hi)
             store_outputs(b, acc, a + r * width + c, width)
         c += n * LANES
+
+
+def tallest(mr: int, nr: int, width: int) -> int:
+    """Rows of a block of that width: a narrow one is taller in the registers of mr by nr accumulators."""
+    return min(TALLEST_TILE, (mr * nr + nr) // width - 1)
 
 
 def load_outputs(b: Builder, rows: int, count: int, a: Ptr, width: int, alpha: Ptr) -> Accumulators:
