@@ -14,9 +14,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import numpy as np
-
 import tilewise as tw
+from tilewise.bench.workloads import Workload, inputs
 from tilewise.simd.builder import LANES
 from tilewise.simd.interp import NumpyBuilder
 
@@ -25,11 +24,16 @@ OPERATIONS = {
     "lt": "other", "le": "other", "eq": "other", "shl": "other", "shr": "other", "nadd": "other", "nsub": "other",
     "nand": "other", "between": "other", "to_float": "other",
 }  # fmt: skip
-SHAPES = (("W1, W3", 4, 1, 512, 128, True), ("W2, W5, W6", 1, 1, 512, 64, True), ("W2n", 1, 1, 512, 64, False),
-          ("W8", 1, 1, 512, 32, False))  # fmt: skip
+SHAPES = (
+    Workload("W1, W3", "", 1, 4, 1, 512, 512, 128, causal=True),
+    Workload("W2, W6", "", 1, 1, 1, 512, 512, 64, causal=True),
+    Workload("W2n", "", 1, 1, 1, 512, 512, 64),
+    Workload("W5", "", 1, 4, 1, 128, 640, 64, causal=True, window=512, q_offset=512),
+    Workload("W8", "", 1, 1, 1, 512, 512, 32),
+)
 
 
-def count(H: int, Hkv: int, T: int, D: int, causal: bool) -> Counter[str]:
+def count(w: Workload) -> Counter[str]:
     """The operations of one call, by kind."""
     counted: Counter[str] = Counter()
     word = NumpyBuilder.word
@@ -40,27 +44,23 @@ def count(H: int, Hkv: int, T: int, D: int, causal: bool) -> Counter[str]:
             counted[kind] += 1
         return word(self, name, *operands, **static)
 
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((1, heads, T, D), np.float32) for heads in (H, Hkv, Hkv))
     NumpyBuilder.word = counting  # type: ignore[method-assign]
     try:
         with tw.config(interpret=True, target="x86-64-v4", threads=1):
-            tw.attention(q, k, v, causal=causal)
+            tw.attention(*inputs(w), **w.arguments)
     finally:
         NumpyBuilder.word = word  # type: ignore[method-assign]
     return counted
 
 
 def main() -> None:
-    print("| like | heads | keys | D | fma of visible pairs | all fma | maxima | shuffles | others | ports allow |")
-    print("|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
-    for name, H, Hkv, T, D, causal in SHAPES:
-        pairs = H * T * (T + 1) // 2 if causal else H * T * T
-        found, sixteen = count(H, Hkv, T, D, causal), pairs / LANES
-        numbers = [2 * D, *(found[kind] / sixteen for kind in ("fma", "max", "shuffle", "other"))]
-        share = numbers[0] / sum(numbers[1:])
-        cells = [f"{H} on {Hkv}", T, D, *(f"{x:.1f}" for x in numbers), f"{share:.2f}"]
-        print(f"| {name} | {' | '.join(map(str, cells))} |", flush=True)
+    print("| like | shape | fma of visible pairs | all fma | maxima | shuffles | others | ports allow |")
+    print("|---|---|--:|--:|--:|--:|--:|--:|")
+    for w in SHAPES:
+        found, sixteen = count(w), w.pairs / LANES
+        numbers = [2 * w.D, *(found[kind] / sixteen for kind in ("fma", "max", "shuffle", "other"))]
+        cells = [w.name, w.shape, *(f"{x:.1f}" for x in numbers), f"{numbers[0] / sum(numbers[1:]):.2f}"]
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

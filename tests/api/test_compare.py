@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="trees are compa
 
 def compare(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "benchmarks/compare.py", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
 def test_a_tree_that_was_made_slower_is_found_slower(tmp_path: Path) -> None:
@@ -31,11 +31,12 @@ def test_a_tree_that_was_made_slower_is_found_slower(tmp_path: Path) -> None:
     done = compare(SRC, slow, SRC, "-w", "call", "--rounds", 4)
     assert not done.returncode, done.stderr
     ratios = [float(x) for x in re.findall(r"ratio ([\d.]+)", done.stdout)]
-    assert len(ratios) == 3 and ratios[0] == 1.0
+    assert len(ratios) == 3
+    assert ratios[0] == 1.0
     assert ratios[1] > 10 > ratios[2], done.stdout
 
 
 def test_unknown_workloads_are_refused_with_the_names_of_all() -> None:
     done = compare(SRC, "-w", "W0")
     assert done.returncode == 2
-    assert "W0: choose from" in done.stderr and "W7b" in done.stderr
+    assert re.search("W0: choose from .*W7b", done.stderr)

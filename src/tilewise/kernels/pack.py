@@ -71,12 +71,13 @@ def places(b: Builder, call: Row, sequence: Row, k_at: Ptr, v_at: Ptr, t0: Int, 
     slot, end, at = b.var(lo - first), hi - first, first - t0
     page = b.var(slot.value // size)
     for _ in b.repeat(lambda: slot.value < end):
-        number, begin = b.load_int(blocks + page.value), page.value * size
-        stop = b.imin(end, begin + size)
-        bases = [number * call[name + "_page"] - begin * call[name + "_row"] for name in ("k", "v")]
+        number, inside = b.load_int(blocks + page.value), slot.value - page.value * size
+        place = [b.var(number * call[name + "_page"] + inside * call[name + "_row"]) for name in ("k", "v")]
+        stop = b.imin(end, slot.value - inside + size)
         for s in b.loop(slot.value, stop):
-            for name, target, base in zip(("k", "v"), (k_at, v_at), bases, strict=True):
-                b.store_int(target + (s + at), base + s * call[name + "_row"])
+            for name, target, where in zip(("k", "v"), (k_at, v_at), place, strict=True):
+                b.store_int(target + (s + at), where.value)
+                where.value = where.value + call[name + "_row"]
         slot.value = stop
         page.value = page.value + 1
     lo, hi = lo - t0, hi - t0
