@@ -93,14 +93,13 @@ def compare(paths: list[str], name: str, shapes: Any, arguments: dict[str, Any],
             seconds[i].append(trees[i].ask())
     for tree in trees:
         tree.close()
-    middle = statistics.median(seconds[0])
     for path, times in zip(paths, seconds, strict=True):
-        ratios = [(own / first, first > middle) for own, first in zip(times, seconds[0], strict=True)]
-        halves = [statistics.median(r for r, slow in ratios if slow == half) for half in (False, True)]
-        typical = statistics.median(r for r, _ in ratios)
+        ratios = [own / first for first, own in sorted(zip(seconds[0], times, strict=True))]  # the quicker rounds first
+        parts = ratios, ratios[: (rounds + 1) // 2], ratios[rounds // 2 :]
+        typical, quicker, slower = map(statistics.median, parts)
         print(
             f"{name:5} {path[-40:]:40} best {min(times) * 1e3:9.3f} ms, median {statistics.median(times) * 1e3:9.3f}; "
-            f"ratio {typical:.3f}, quicker half {halves[0]:.3f}, slower half {halves[1]:.3f}",
+            f"ratio {typical:.3f}, quicker half {quicker:.3f}, slower half {slower:.3f}",
             flush=True,
         )
 

@@ -3,9 +3,9 @@
 
     taskset -c 0 python benchmarks/products.py [rounds]
 
-Shares of multiply-add in registers, of one thread, float32. `products` is what PyTorch (that is, MKL or oneDNN) takes
-for the two products of W2n by themselves, the weights written to memory between them. Rounds are parted by what the
-loop of our micro-kernel reached in them: on a machine with neighbours, loads are slow in some of them for everybody.
+Shares of multiply-add in registers, of one thread, float32. `products of W2n` is what PyTorch (that is, MKL or oneDNN)
+reaches in the two products of W2n by themselves, the weights written to memory between them. Rounds are parted by what
+the loop of our micro-kernel reached in them: beside neighbours, loads are slow in some of them for everybody.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> None:
     torch.set_num_threads(1)
     probe, calls = RoofProbe(current_target()), contenders()
     quick: list[dict[str, float]] = []
-    slow: list[dict[str, float]] = []
+    other: list[dict[str, float]] = []
     with tw.config(threads=1):
         for _, run in calls.values():
             run()
@@ -72,10 +72,10 @@ def main() -> None:
             after = probe.flops / seconds(probe.fma)
             if abs(before / after - 1) < STEADY:
                 shares = {name: x / before for name, x in ({"loop of our products": loop} | found).items()}
-                (quick if loop >= QUICK * before else slow).append(shares)
+                (quick if loop >= QUICK * before else other).append(shares)
     print("| share of multiply-add, median (best) | " + " | ".join(("loop of our products", *calls)) + " |")
     print("|---" * (len(calls) + 2) + "|")
-    for name, kept in (("quick", quick), ("slow", slow)):
+    for name, kept in (("quick", quick), ("other", other)):
         if kept:
             columns = [[shares[who] for shares in kept] for who in kept[0]]
             cells = [f"{statistics.median(column):.2f} ({max(column):.2f})" for column in columns]

@@ -34,10 +34,13 @@ def outer_products(
 
 
 def _unrolled(b: Builder, lo: IntLike, hi: IntLike) -> Iterator[Int]:
-    """lo, lo + 1, ... < hi, UNROLL of them in a turn of the kernel's loop."""
-    for k, count in _steps(b, lo, hi, UNROLL):
-        for x in range(count):
+    """lo, lo + 1, ... < hi, UNROLL of them in a turn of the kernel's loop; those that may be left in another."""
+    whole = lo + (hi - lo) // UNROLL * UNROLL
+    for k in b.loop(lo, whole, UNROLL):
+        for x in range(UNROLL):
             yield k + x
+    if whole != hi:
+        yield from b.loop(whole, hi)
 
 
 def accumulators(b: Builder, mr: int, nr: int) -> Accumulators:
@@ -106,13 +109,3 @@ def row_blocks(b: Builder, rows: int, tallest: int) -> Iterator[tuple[Int, int]]
         for r in b.loop(first, end, height):
             yield r, height
         first = end
-
-
-def _steps(b: Builder, lo: IntLike, hi: IntLike, widest: int) -> Iterator[tuple[Int, int]]:
-    """[lo, hi) at run time in steps of `widest`, then of 1 unless it is known that none is left."""
-    whole = lo + (hi - lo) // widest * widest
-    for i in b.loop(lo, whole, widest):
-        yield i, widest
-    if widest > 1 and whole != hi:
-        for i in b.loop(whole, hi):
-            yield i, 1
