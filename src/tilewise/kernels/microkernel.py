@@ -25,8 +25,10 @@ def outer_products(
     left[r, k] is a float at left + r * left_row + k; right[k, c] is a vector at right + k * right_step +
     c * right_column. A step costs len(acc) broadcasts, len(acc[0]) loads and their product of fma.
     """
+    at = b.var(b.integer(lo) * right_step)  # the compiler would multiply at each step
     for k in _unrolled(b, lo, hi):
-        columns = [b.load(right + k * right_step + c * right_column) for c in range(len(acc[0]))]
+        columns = [b.load(right + at.value + c * right_column) for c in range(len(acc[0]))]
+        at.value = at.value + right_step
         for r, row in enumerate(acc):
             x = b.broadcast(left + k + r * left_row)
             for c, column in enumerate(columns):

@@ -7,6 +7,7 @@ anew for every span, and merged into the row's total in ascending order of spans
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tilewise.kernels.scores import Scores
@@ -69,18 +70,19 @@ class OnlineSoftmax:
         b, scratch, columns, variant = self.b, self.scratch, self.shape.columns, self.shape.variant
         for r in b.loop(0, self.shape.panel, self.together):
             rows = [row + r + x for x in range(self.together)]
+            sees = [self.sees(own, t0) for own in rows if masked]
             best = [b.var(b.vec(NEG_INF)) for _ in rows]
             some = [b.var(b.between(0, 0)) for _ in rows if variant.elements and masked]
             scores = [self.scores.of_row(x) for x in rows if self.scores]
             for group in b.loop(lo, hi):
                 j = t0 + group * LANES
-                for x, own in enumerate(rows):
+                for x in range(self.together):
                     y = scratch.S + (r + x) * columns + group * LANES
                     score = b.load(y)
                     if variant.changes:
                         score = scores[x].change(score * self.scale, j) * b.vec(LOG2E)
                     if masked:
-                        visible = self.sees(own, t0, group)
+                        visible = sees[x](group)
                         if variant.elements:
                             visible = visible & scores[x].sees(j)
                             some[x].value = some[x].value | visible
@@ -93,10 +95,17 @@ class OnlineSoftmax:
                     for _ in b.when(b.any(seen.value)):
                         b.store_lane(state.any + own, b.vec(1.0), 0)
 
-    def sees(self, row: Int, t0: Int, group: Int) -> Mask:
-        """Which keys of a group a row sees; lanes past Bc belong to the next tile."""
-        lo, hi = (self.b.load_int(ends + row) - t0 for ends in (self.scratch.row_lo, self.scratch.row_hi))
-        return self.b.between(lo - group * LANES, self.b.imin(hi, self.shape.Bc) - group * LANES)
+    def sees(self, row: Int, t0: Int) -> Callable[[Int], Mask]:
+        """Which keys of a group of the tile a row sees, given the group; lanes past Bc belong to the next tile."""
+        b, Bc = self.b, self.shape.Bc
+        ends = (b.load_int(end + row) - t0 for end in (self.scratch.row_lo, self.scratch.row_hi))
+        lo, hi = (b.splat(b.imin(b.imax(end, 0), Bc)) for end in ends)
+
+        def of(group: Int) -> Mask:
+            key = b.iota() + b.splat(group * LANES)
+            return ~(key < lo) & (key < hi)
+
+        return of
 
     def note_visible(self, row: Int, t0: Int, lo: Int, hi: Int) -> None:
         """visible = 1 for the keys of groups [lo, hi) that the variant lets the rows of a panel see, 0 for others."""
@@ -114,8 +123,9 @@ class OnlineSoftmax:
         for r in b.loop(0, self.shape.panel, self.together):
             shifts = [b.broadcast(scratch.shift + r + x) for x in together]
             sums = [b.var(b.vec(0.0)) for _ in together]
-            for group in b.loop(lo, hi):
-                y = [scratch.S + (r + x) * columns + group * LANES for x in together]
+            rows = scratch.S + r * columns
+            for at in b.loop(lo * LANES, hi * LANES, LANES):
+                y = [rows + at + x * columns for x in together]
                 p = exp2_each(b, [b.load(y[x]) - shifts[x] for x in together])
                 for x in together:
                     b.store(y[x], p[x])
