@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tilewise.arguments import Array, is_aligned
+from tilewise.arguments import MAX_POSITION, Array, is_aligned
 from tilewise.blockmask import BlockMask, as_block_mask, check_positions
 from tilewise.config import Config, current
 from tilewise.errors import InvalidArgument
 from tilewise.kernels.hooks import MAX_TABLES, Hooks, trace
 from tilewise.plan import Plan, by_rows, make_plan
-from tilewise.problem import Operands, Problem, check_operands, check_overlaps
+from tilewise.problem import Operands, Problem, check_operands, check_overlaps, make_problem
 from tilewise.ragged import check_blocks
 from tilewise.runtime.arena import Arena
-from tilewise.runtime.launch import Prepared, Short, launch, prepare, short_way
+from tilewise.runtime.launch import Part, Prepared, Step, launch, lies, prepare
 from tilewise.runtime.pool import Pool, pool_for
+from tilewise.runtime.short import Short, short_way
 from tilewise.simd.target import current_target
 
 _REMEMBERED = 256  # prepared calls; a decode loop makes a new one each step, so they are forgotten all at once
@@ -25,6 +27,9 @@ _REMEMBERED_BATCH = 64  # sequences: what is remembered grows with them
 _REMEMBERED_BYTES = 4096  # of an array of lengths or offsets, which is compared by its contents
 _NUMBERS = {int, float, bool, type(None), np.float32, np.float64, np.int32, np.int64}
 VARIANT_ARRAYS = ("alibi_slopes", "bias", "mask")
+_OF_LENGTHS = ("kv_start", "kv_len", "k_offset", *VARIANT_ARRAYS)  # what is checked against the number of keys
+_OF_LENGTHS = ("kv_start", "kv_len", "k_offset", *VARIANT_ARRAYS)  # what is checked against the number of keys
+_K_SHAPE, _V_SHAPE = 6, 9  # where they are in a key
 
 
 class _Known(NamedTuple):
@@ -33,6 +38,7 @@ class _Known(NamedTuple):
     problem: Problem
     calls: list[Prepared]
     short: Short | None
+    step: Step | None  # where it is prepared for several
 
 
 _memory: dict[tuple[Any, ...], _Known] = {}
@@ -50,32 +56,52 @@ def run(
     workers = pool_for(pool)
     if arena is not None and not isinstance(arena, Arena):
         raise TypeError(f"arena must be a tilewise.Arena or None, got {type(arena).__name__}")
-    key, knobs = None, current()
+    key, knobs, arrays = None, current(), (q, k, v, sinks, out, lse)
     if score is None and keep is None:  # what a function captured may change between two calls
-        key = _key(make, workers.threads, knobs, (q, k, v, sinks, out, lse), arguments)
+        key = _key(make, workers.threads, knobs, arrays, arguments)
     known = _memory.get(key) if key else None
+    step, steps = None, None
+    if known is not None:
+        step = known.step
+    elif key and make is make_problem and not (knobs.debug or knobs.interpret or knobs.check >= 2):
+        step = _step(k, v, arguments)
+        if step is not None:
+            steps = _key_of_steps(workers.threads, knobs, arrays, arguments, step)
+            if steps in _memory:
+                known = _remember(key, _memory[steps]._replace(step=step))
     if known is not None and known.short is not None and arena is None and not knobs.debug:
-        o = known.short.run(q, k, v, workers)
-        if o is not None:
-            return o
-    if known is not None and all(x is None or is_aligned(x) for x in (q, k, v, sinks, out, lse)):
-        problem, calls, _ = known
+        result = known.short.run(q, k, v, out, lse, step, workers)
+        if result is not None:
+            return result
+    if known is not None and all(x is None or is_aligned(x) for x in arrays):
+        problem, calls = known.problem, known.calls
         operands = Operands(q, k, v, sinks)
         if out is not None or lse is not None or problem.further_operands:
             operands = _operands(problem, operands, out, lse, arguments)
     else:
         hooks = score is not None or keep is not None
         problem, operands = make(q, k, v, sinks=sinks, out=out, lse=lse, hooks=hooks, **arguments)
+        if step is not None:
+            problem = _of_steps(problem, step)
         calls = _prepare(problem, workers.threads, score, keep)
         if key and problem.B <= _REMEMBERED_BATCH:
-            if len(_memory) >= _REMEMBERED:
-                _memory.clear()
-            _memory[key] = _Known(problem, calls, short_way(problem, calls, operands))
-    execute = launch
+            known = _remember(key, _Known(problem, calls, short_way(problem, calls, operands), step))
+            if steps:
+                _remember(steps, known)
     if knobs.debug:
-        from tilewise.runtime.trace import launch as execute
-    o, logsumexp = execute(calls, operands, arena, workers)
+        from tilewise.runtime import trace
+
+        o, logsumexp = trace.launch(calls, operands, arena, workers)
+    else:
+        o, logsumexp = launch(calls, operands, arena, workers, step)
     return o if logsumexp is None else (o, logsumexp)
+
+
+def _remember(key: tuple[Any, ...], known: _Known) -> _Known:
+    if len(_memory) >= _REMEMBERED:
+        _memory.clear()
+    _memory[key] = known
+    return known
 
 
 def plans(
@@ -136,7 +162,44 @@ def _key(
         values = [_lasting(name, x) for name, x in arguments.items()]
         if NotImplemented in values:
             return None
-    return (*parts, *values, types, knobs.interpret, knobs.target, knobs.check)
+    return (*parts, *values, types, knobs.interpret, knobs.target, knobs.check, bool(knobs.debug))
+
+
+def _step(k: Any, v: Any, arguments: dict[str, Any]) -> Step | None:
+    """What a call has of its own if it may be one of a loop that decodes: nothing that is checked depends on it."""
+    if k is None or v is None or any(arguments[name] is not None for name in _OF_LENGTHS):
+        return None
+    offset = arguments["q_offset"]
+    if offset is None and arguments["causal"] is False and arguments["window"] is None:
+        offset = 0
+    if k.ndim != 4 or k.shape[:3] != v.shape[:3] or not k.size or type(offset) is not int:
+        return None
+    if not 0 <= offset <= MAX_POSITION or any(stride % x.itemsize for x in (k, v) for stride in x.strides):
+        return None
+    parts = [Part(sequence, 0, k.shape[2], 0, offset) for sequence in range(len(k))]
+    return Step(parts, *(lies(x.shape, x.strides, x.itemsize) for x in (k, v)))
+
+
+def _key_of_steps(
+    threads: int, knobs: Config, arrays: tuple[Any, ...], arguments: dict[str, Any], step: Step
+) -> tuple[Any, ...]:  # fmt: skip
+    """The key of all calls that differ in their step only, up to the same powers of two."""
+    if arguments["q_offset"] is not None:
+        arguments = arguments | {"q_offset": _most(step.parts[0].q_offset)}
+    q, k, v, *others = arrays
+    rows = k[0, 0, :1], v[0, 0, :1]
+    return k.shape[:2], _most(k.shape[2]), _key(make_problem, threads, knobs, (q, *rows, *others), arguments)
+
+
+def _of_steps(problem: Problem, step: Step) -> Problem:
+    """The problem that stands for the same steps."""
+    keys, q_offset = (np.full(problem.B, _most(x), np.int64) for x in (step.parts[0].keys, step.parts[0].q_offset))
+    return replace(problem, kv_len=keys, q_offset=q_offset, shorter=True)
+
+
+def _most(length: int) -> int:
+    """The number of keys, or the position, up to which a call is prepared: a power of two."""
+    return 1 << (length - 1).bit_length() if length else 0
 
 
 def _lasting(name: str, x: Any) -> Any:

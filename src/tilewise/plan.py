@@ -143,7 +143,7 @@ def _spans(problem: Problem, rows: int) -> int:
     """How many spans the keys that a query tile sees may touch, at most."""
     left, right = problem.bounds
     first, end = problem.k_offset, problem.k_offset + problem.kv_len
-    lo = np.maximum(first, problem.q_offset - left)
+    lo = first if problem.shorter else np.maximum(first, problem.q_offset - left)
     hi = np.minimum(end, problem.q_offset + problem.rows + right)
     of_sequence = np.where(lo < hi, (hi - 1) // problem.span - lo // problem.span + 1, 1).max(initial=1)
     keys = left + right + 1 + -(-rows // max(1, problem.group))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -95,6 +96,7 @@ class Problem:
     blocks_base: I64Array | None = None  # of a sequence's page numbers
     blocks_bytes: int = 0  # of all page numbers
     partial: bool = False  # the results are states, each sequence is a span of one
+    shorter: bool = False  # whether it stands for those with fewer keys, or rows from lower positions on, too
 
     @property
     def views(self) -> dict[str, View]:
@@ -298,14 +300,19 @@ def view(x: Array, axes: Axes, page: int | None = None) -> View:
 def _view(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any], axes: Axes, page: int | None = None
 ) -> View:
-    size, reaches = dtype.itemsize, [0]
-    if math.prod(shape):
-        reaches = [stride * (n - 1) for stride, n in zip(strides, shape, strict=True)]
-    lo, hi = sum(min(r, 0) for r in reaches), sum(max(r, 0) for r in reaches)
+    size = dtype.itemsize
     return View(
         arguments.float_type(dtype) or "u8", strides[axes.row] // size, strides[axes.head] // size,
-        0 if page is None else strides[page] // size, lo, hi + (size if math.prod(shape) else 0),
+        0 if page is None else strides[page] // size, *reach(shape, strides, size),
     )  # fmt: skip
+
+
+def reach(shape: Sequence[int], strides: Sequence[int], size: int) -> tuple[int, int]:
+    """The bytes [lo, hi) around the first element of an array, of elements of so many bytes."""
+    if not math.prod(shape):
+        return 0, 0
+    reaches = [stride * (n - 1) for stride, n in zip(strides, shape, strict=True)]
+    return sum(min(r, 0) for r in reaches), sum(max(r, 0) for r in reaches) + size
 
 
 def _c_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:

@@ -44,7 +44,7 @@ def draw(run: Mapping[str, Any], path: Path) -> list[Path]:
     axes.axhline(1.0, color=ROOF_COLOUR, linewidth=1, linestyle="--")
     axes.set_xticks(range(len(results)), _labels(results))
     axes.set_ylabel("share of the machine's roof")
-    axes.set_ylim(0, max(1.08, *(1.05 * bar.get_height() for bar in axes.patches)))
+    axes.set_ylim(0, max(1.08, 1.05 * axes.dataLim.ymax))
     axes.set_title(f"Attention, {types(run)}: {run['machine']['cpu']}, {run['target']}", fontsize=10)
     axes.legend(ncols=min(4, len(names)), fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14))
     files = chart_paths(path)

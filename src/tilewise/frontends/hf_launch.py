@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from copy import copy
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch.autograd import forward_ad
@@ -26,18 +26,30 @@ from tilewise.config import Config, current
 from tilewise.errors import ShapeError
 from tilewise.frontends.hf_ranges import Block, Calls
 from tilewise.frontends.tensors import array, torch, workers
-from tilewise.kernels.tables import CALL, CALL_INDEX, SEQUENCE, SEQUENCE_INDEX, up_to
+from tilewise.kernels.tables import up_to
 from tilewise.plan import by_rows, make_plan
 from tilewise.problem import Operands, Problem, make_problem
 from tilewise.runtime.arena import aligned
-from tilewise.runtime.launch import BASES, IDLE, Prepared, Table, address_of, launch, prepare, taken
+from tilewise.runtime.launch import (
+    BASES,
+    IDLE,
+    Lies,
+    Part,
+    Prepared,
+    Step,
+    Table,
+    address_of,
+    launch,
+    lies,
+    prepare,
+    taken,
+)  # fmt: skip
 from tilewise.runtime.pool import Pool, pool_for
 from tilewise.simd.target import current_target
 
 _REMEMBERED = 16  # layouts of layers that one mask serves, and plans of decode steps
 _STEPS = 64  # keys: the plan of a decode step is made for the next multiple, and good for the steps up to it
 _Tensor = torch.Tensor
-_DESCRIBES = tuple(SEQUENCE_INDEX[name] for name in ("keys", "first_key", "q_offset", "first_column", "k", "v"))
 
 
 def attend(
@@ -147,56 +159,15 @@ def _operands(calls: Calls, layer: Layer, out: Any) -> Operands:
     return Operands(q, k, v, layer.sinks, o, bias=layer.bias, mask=calls.mask)
 
 
-class _Table(Table):
-    """The table of a prepared call, which may become that of another decode step."""
-
-    __slots__ = ("places",)
-
-    def __init__(self, call: Prepared) -> None:
-        super().__init__(call, few=len(call.base))
-        self.places = {cell: n for n, (cell, _, _) in enumerate(self.fills)}
-
-    def follow(self, step: _Step) -> None:
-        """Become the table of another decode step: other keys, which lie otherwise."""
-        cells, fills, places = self.cells, self.fills, self.places
-
-        def put(cell: int, value: int) -> None:
-            if cell in places:
-                fills[places[cell]] = (cell, value, fills[places[cell]][2])
-            else:
-                cells[cell] = value
-
-        for name, (shape, strides, size) in (("k", step.k), ("v", step.v)):
-            cells[CALL_INDEX[name + "_head"]], cells[CALL_INDEX[name + "_row"]] = strides[1:3]
-            if CALL_INDEX[name + "_hi"] in places:
-                reach = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-                put(CALL_INDEX[name + "_hi"], (1 + reach) * size)
-        for n, index in enumerate(self.call.plan.order.tolist()):
-            sequence, _, _, start, keys, k_offset, q_offset, *_ = step.parts[index]
-            k, v = ((sequence * strides[0] + start * strides[2]) * size for _, strides, size in (step.k, step.v))
-            row = len(CALL) + n * len(SEQUENCE)
-            for column, value in zip(_DESCRIBES, (keys, k_offset, q_offset, start, k, v), strict=True):
-                put(row + column, value)
-
-
-class _Step(NamedTuple):
-    """What differs between two decode steps of one plan: the blocks, and (shape, strides, bytes of an element)."""
-
-    parts: list[Block]
-    k: Any
-    v: Any
-
-
 class _Workspace:
-    """Tables and scratch of some calls, and the decode step that the tables are of."""
+    """Tables and scratch of some calls."""
 
-    __slots__ = ("address", "scratch", "step", "tables")
+    __slots__ = ("address", "scratch", "tables")
 
     def __init__(self, calls: list[Prepared]) -> None:
         self.scratch = aligned(max((call.plan.scratch_bytes for call in calls), default=0))
         self.address = address_of(self.scratch)
-        self.tables = [_Table(call) for call in calls]
-        self.step: _Step | None = None
+        self.tables = [Table(call) for call in calls]
 
 
 class Ready:
@@ -208,11 +179,11 @@ class Ready:
     def __init__(self, calls: list[Prepared]) -> None:
         self.calls = [call for call in calls if call.plan.items]
         self.further = any((call.base >= BASES.index("sinks")).any() for call in calls)
-        self.step: _Step | None = None
+        self.step: Step | None = None
         self.idle: list[_Workspace] = []
         self.workspace = functools.partial(_Workspace, self.calls)
 
-    def of_step(self, step: _Step) -> Ready:
+    def of_step(self, step: Step) -> Ready:
         """The same calls for another step, with the same workspaces."""
         ready = copy(self)
         ready.step = step
@@ -221,20 +192,16 @@ class Ready:
     def run(self, pool: Pool, q: int, k: int, v: int, o: int, sinks: int = 0, bias: int = 0, mask: int = 0) -> None:
         """Compute, given addresses; 0 where there is none."""
         space = taken(self.idle, self.workspace)
-        if space.step is not self.step:
-            for table in space.tables:
-                table.follow(cast(_Step, self.step))
-            space.step = self.step
         addresses = 0, 0, space.address, q, k, v, o, 0, sinks, 0, 0, bias, mask
         for table in space.tables:
-            table.run(addresses, pool)
+            table.run(addresses, pool, self.step)
         if len(self.idle) < IDLE:
             self.idle.append(space)
 
 
 def _launch_checked(ready: Ready, operands: Operands, pool: Pool) -> None:
     """The core's own way, with guarded scratch and its tracing."""
-    run = launch
+    run: Any = launch
     if current().debug:
         from tilewise.runtime.trace import launch as run
     if ready.calls:
@@ -268,11 +235,16 @@ def _ready(calls: Calls, layer: Layer, out: Any, threads: int, key: tuple[Any, .
     if template is None:
         problem = _problem(_operands(calls, layer, out), parts, **options)
         more = top - longest
-        problem = replace(problem, kv_len=problem.kv_len + more, q_offset=problem.q_offset + more)
+        problem = replace(problem, kv_len=problem.kv_len + more, q_offset=problem.q_offset + more, shorter=True)
         if len(_steps) >= _REMEMBERED:
             _steps.clear()
         template = _steps[step] = Ready([prepare(problem, make_plan(problem, current_target(), threads))])
-    return template.of_step(_Step(parts, *((x.shape, x.stride(), x.itemsize) for x in (k, v))))
+    places = [Part(part.sequence, part.start, part.keys, part.k_offset, part.q_offset) for part in parts]
+    return template.of_step(Step(places, _lies(k), _lies(v)))
+
+
+def _lies(x: Any) -> Lies:
+    return lies(x.shape, [stride * x.itemsize for stride in x.stride()], x.itemsize)
 
 
 def _problem(operands: Operands, parts: list[Block], **options: Any) -> Problem:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tilewise.arguments import Array, F32Array, I64Array, float32_bits
+from tilewise.arguments import SIZE, Array, F32Array, I64Array, float32_bits
 from tilewise.config import current
 from tilewise.errors import ArenaExhausted, KernelError
 from tilewise.kernels.hooks import MAX_TABLES
 from tilewise.kernels.tables import CALL, CALL_INDEX, SEQUENCE, SEQUENCE_INDEX
 from tilewise.plan import Plan
-from tilewise.problem import Operands, Problem
+from tilewise.problem import Operands, Problem, reach
 from tilewise.runtime.arena import Arena, aligned
 from tilewise.runtime.pool import Pool
-from tilewise.simd.builder import ELEMENTS, Kernel
+from tilewise.simd.builder import Kernel
 from tilewise.simd.jit import Entry, executable
 
 # Where an address in the tables starts from: nothing, the tables themselves, or an array of the call.
@@ -31,6 +31,7 @@ _DATA = object.__basicsize__  # where an ndarray holds the address of its data
 _pointer_at = ctypes.c_ssize_t.from_address
 _COUNTER, _ABORT = CALL_INDEX["counter"], CALL_INDEX["abort"]
 _EXTENTS = [index for name, index in CALL_INDEX.items() if name.endswith(("_lo", "_hi"))]
+_OF_PART = tuple(SEQUENCE_INDEX[name] for name in ("keys", "first_key", "q_offset", "first_column", "k", "v"))
 _FEW = 24  # cells that are filled in sooner one by one than by NumPy
 IDLE = 2  # tables and scratch that are kept for the next call; more were needed by several threads at once
 _SMALL = 1 << 16  # bytes of scratch that are kept
@@ -132,12 +133,48 @@ def _sequences(problem: Problem, plan: Plan) -> tuple[I64Array, NDArray[np.intp]
     return table, base
 
 
+class Part(NamedTuple):
+    """The keys of a sequence, and the position of its first row."""
+
+    sequence: int  # of k and v
+    start: int  # of its keys, among those of the sequence
+    keys: int
+    k_offset: int
+    q_offset: int
+
+
+class Lies(NamedTuple):
+    """How keys, or values, lie: strides in bytes, and the bytes [lo, hi) around the first of all."""
+
+    sequence: int
+    head: int
+    row: int
+    lo: int
+    hi: int
+
+
+class Step(NamedTuple):
+    """What may differ between calls that are prepared for as one: the steps of a loop that decodes."""
+
+    parts: Sequence[Part]  # of each sequence of the problem
+    k: Lies
+    v: Lies
+
+
+def lies(shape: Sequence[int], strides: Sequence[int], size: int) -> Lies:
+    """Of an array [B, Hkv, Tk, D] with strides in bytes and elements of so many bytes."""
+    sequence, head, row, _ = strides
+    return Lies(sequence, head, row, *reach(shape, strides, size))
+
+
 class Table:
     """The table of a prepared call, in memory of its own: filled with the addresses of one run after another."""
 
-    __slots__ = ("address", "call", "cells", "fills", "many", "tables")
+    __slots__ = ("address", "call", "cells", "fills", "many", "places", "step", "tables")
 
-    def __init__(self, call: Prepared, few: int = _FEW) -> None:
+    def __init__(self, call: Prepared) -> None:
+        few = len(call.base) if call.problem.shorter else _FEW
+        self.step: Step | None = None
         self.call, self.tables = call, np.empty_like(call.offsets)
         self.address = address_of(self.tables)
         self.cells = memoryview(cast(Any, self.tables))
@@ -155,10 +192,39 @@ class Table:
         cells = np.flatnonzero(changes)
         self.many = cells, call.offsets[cells], call.base[cells]
         self.fills = list(zip(*(x.tolist() for x in self.many), strict=True)) if len(cells) <= few else []
+        self.places = {cell: n for n, (cell, _, _) in enumerate(self.fills)}
 
-    def run(self, addresses: Sequence[int], pool: Pool) -> None:
-        """Compute, given an address for each of BASES (0 for those of the call itself and those that there are not)."""
+    def follow(self, step: Step) -> None:
+        """Become the table of another step: other keys, which lie otherwise."""
+        cells, fills, places = self.cells, self.fills, self.places
+
+        def put(cell: int, value: int) -> None:
+            if cell in places:
+                fills[places[cell]] = (cell, value, fills[places[cell]][2])
+            else:
+                cells[cell] = value
+
+        problem = self.call.problem
+        for name, view, lies in (("k", problem.k_view, step.k), ("v", problem.v_view, step.v)):
+            cells[CALL_INDEX[name + "_head"]] = lies.head // SIZE[view.type]
+            if self.call.bounded:
+                put(CALL_INDEX[name + "_lo"], lies.lo)
+                put(CALL_INDEX[name + "_hi"], lies.hi)
+        for n, index in enumerate(self.call.plan.order.tolist()):
+            part = step.parts[index]
+            k, v = (part.sequence * lies.sequence + part.start * lies.row for lies in (step.k, step.v))
+            row = len(CALL) + n * len(SEQUENCE)
+            of_part = part.keys, part.k_offset, part.q_offset, part.start, k, v
+            for column, value in zip(_OF_PART, of_part, strict=True):
+                put(row + column, value)
+        self.step = step
+
+    def run(self, addresses: Sequence[int], pool: Pool, step: Step | None = None) -> None:
+        """Compute, given an address for each of BASES (0 for those of the call itself and those that there are not),
+        and which step it is where the call was prepared for several."""
         cells, call = self.cells, self.call
+        if step is not None and step is not self.step:
+            self.follow(step)
         for cell, offset, base in self.fills:
             cells[cell] = offset + addresses[base]
         if not self.fills:
@@ -197,9 +263,9 @@ class Table:
 
 
 def launch(
-    calls: Sequence[Prepared], operands: Operands, arena: Arena | None, pool: Pool
+    calls: Sequence[Prepared], operands: Operands, arena: Arena | None, pool: Pool, step: Step | None = None
 ) -> tuple[Array, F32Array | None]:
-    """Compute (o, lse), each call its sequences; lse is None where it was not asked for.
+    """Compute (o, lse), each call its sequences; lse is None where it was not asked for. `step`: see `Table.run`.
 
     The arena is rewound, also when something fails.
     """
@@ -212,35 +278,39 @@ def launch(
     addresses = [*map(address_of, (q, k, v, out, lse, sinks, blocks, slopes, bias, mask))]
     scratch_bytes = max(call.plan.scratch_bytes for call in calls)
     if arena is None and not calls[0].checked:
-        if scratch_bytes <= _SMALL:
-            _run_small(calls, addresses, pool)
-        else:
-            _run(calls, aligned(scratch_bytes), addresses, pool)
+        run_freely(calls, scratch_bytes, addresses, pool, step)
         return out, lse
     scratch_arena = Arena() if arena is None else arena
     mark = scratch_arena.mark()
     try:
-        _run(calls, scratch_arena.alloc(scratch_bytes), addresses, pool)
+        _run(calls, scratch_arena.alloc(scratch_bytes), addresses, pool, step)
         return out, lse
     finally:
         scratch_arena.rewind(mark)
 
 
-def _run_small(calls: Sequence[Prepared], addresses: Sequence[int], pool: Pool) -> None:
-    """With scratch that is kept."""
+def run_freely(
+    calls: Sequence[Prepared], scratch_bytes: int, addresses: Sequence[int], pool: Pool, step: Step | None
+) -> None:
+    """With scratch that is kept, if it is small, or new."""
+    if scratch_bytes > _SMALL:
+        _run(calls, aligned(scratch_bytes), addresses, pool, step)
+        return
     scratch = taken(_scratch, aligned, _SMALL)
-    _run(calls, scratch, addresses, pool)
+    _run(calls, scratch, addresses, pool, step)
     if len(_scratch) < IDLE:
         _scratch.append(scratch)
 
 
-def _run(calls: Sequence[Prepared], scratch: NDArray[np.uint8], addresses: Sequence[int], pool: Pool) -> None:
+def _run(
+    calls: Sequence[Prepared], scratch: NDArray[np.uint8], addresses: Sequence[int], pool: Pool, step: Step | None
+) -> None:
     """Given the addresses of the arrays of a call, in the order of BASES."""
     bases = [0, 0, address_of(scratch), *addresses]
     for call in calls:
         if call.plan.items:
             table = taken(call.idle, Table, call)
-            table.run(bases, pool)
+            table.run(bases, pool, step)
             if len(call.idle) < IDLE:
                 call.idle.append(table)
 
@@ -255,33 +325,6 @@ def taken(idle: list[Taken], make: Callable[..., Taken], *arguments: Any) -> Tak
         return idle.pop()
     except IndexError:
         return make(*arguments)
-
-
-class Short:
-    """The short way from q, k and v to o, for calls of one layout that have no other array and little scratch."""
-
-    __slots__ = ("calls", "dtype", "misaligned", "shape")
-
-    def __init__(self, problem: Problem, calls: Sequence[Prepared]) -> None:
-        self.calls, self.shape, self.dtype = calls, problem.out_shape, problem.out_dtype
-        views = problem.views
-        self.misaligned = max(ELEMENTS[views[name].type].size for name in "qkv") - 1  # bits of an address
-
-    def run(self, q: Array, k: Array, v: Array, pool: Pool) -> Array | None:
-        """o, new; or None where an address is not a multiple of all their elements' sizes."""
-        at_q, at_k, at_v = address_of(q), address_of(k), address_of(v)
-        if (at_q | at_k | at_v) & self.misaligned:
-            return None
-        out = np.empty(self.shape, self.dtype)
-        _run_small(self.calls, (at_q, at_k, at_v, address_of(out), 0, 0, 0, 0, 0, 0), pool)
-        return out
-
-
-def short_way(problem: Problem, calls: Sequence[Prepared], operands: Operands) -> Short | None:
-    """A short way for further calls of a layout, if there is one."""
-    plain = not problem.return_lse and all(x is None for x in operands[3:])
-    small = all(call.plan.scratch_bytes <= _SMALL and not call.checked for call in calls)
-    return Short(problem, calls) if plain and small else None
 
 
 def run_once(
