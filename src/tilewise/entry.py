@@ -162,7 +162,7 @@ def _key(
         values = [_lasting(name, x) for name, x in arguments.items()]
         if NotImplemented in values:
             return None
-    return (*parts, *values, types, knobs.interpret, knobs.target, knobs.check, bool(knobs.debug))
+    return (*parts, *values, types, knobs.interpret, knobs.target, knobs.check, knobs.debug)
 
 
 def _step(k: Any, v: Any, arguments: dict[str, Any]) -> Step | None:

@@ -149,8 +149,8 @@ def test_fma_does_what_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     mr, nr = current_target().register_tile(LANES)
     probe = RoofProbe(current_target(), 1000)
     assert probe.flops == 2 * 16 * mr * nr * 100
-    for _ in range(2):  # the second pass starts from the same constants
-        probe.fma()
+    for one in (probe.fma, probe.crowded, probe.fma):  # each starts from the same constants
+        one()
         # accumulator i starts at i, and goes to 1 by x * 0.999 + 0.001
         starts, shrunk = sum(range(mr * nr)), 0.999**100
         assert probe._constants[0][:LANES] == pytest.approx(starts * shrunk + mr * nr * (1 - shrunk), rel=1e-4)
@@ -268,6 +268,8 @@ def test_run(bench: Command, tmp_path: Path) -> None:
     rates = "flops", "flops_best", "product", "product_best", "read", "read_best"
     assert min(first["roof"][x] for x in rates) > 0
     assert first["summary"]["product_share"] > 0
+    assert len(first["roof"]["crowded_rounds"]) == 4
+    assert first["summary"]["crowding"] > 0
     assert small["roof"] is None
     assert first["summary"]["fastest_peer"] in ("good reference", "far reference")
     for words in ("T1 tiny prefill: B2 H4 Hkv2 Tq20 Tk36 D16, causal", "bad raises: ValueError", "missing: shut"):
@@ -287,7 +289,8 @@ def test_everybody_has_a_turn_in_every_round(bench: Command, monkeypatch: pytest
     monkeypatch.setattr("tilewise.bench.measure.SLOW", 1e9)
     assert bench("-w", "T1", "-p", "good,far", "--repeat", 3)[0] == 0
     reads = [f"roof read ahead {ahead}" for ahead in READ_AHEAD]
-    assert turns == ["roof fma", "roof product", *reads, "tilewise attention", "good reference", "far reference"] * 3
+    roofs = ["roof fma", "roof crowded", "roof product", *reads]
+    assert turns == [*roofs, "tilewise attention", "good reference", "far reference"] * 3
 
 
 def test_threads_and_target_are_those_asked_for(

@@ -44,3 +44,21 @@ def test_figures_of_rounds() -> None:
     work = RESULT["flops"] / 4e10
     assert shares["fma_share"] == pytest.approx(work * 2)  # the roof takes 2, 2 and 4 times our time
     assert report.figures(result, ours, "best")["fma_share"] == report.figures(RESULT, ours, "best")["fma_share"]
+
+
+def test_a_core_that_is_shared_is_told() -> None:
+    """By fma beside other instructions, in the same rounds; older files have no such rounds."""
+    roof = {**RESULT["roof"], "fma_rounds": [1, 2, 2]}
+    busy = {"known": True, "busy": False, "others": 0.1, "steal": 0.0, "load": 1}
+    alone = RESULT | {"busy": busy, "roof": roof | {"crowded_rounds": [1.05, 2.0, 2.9]}}
+    shared = RESULT | {"busy": busy, "roof": roof | {"crowded_rounds": [1.5, 3.0, 2.0]}}
+    assert (report.crowding(alone), report.crowding(shared)) == (1.05, 1.5)
+    assert [report.shared(x) for x in (alone, shared, RESULT, RESULT | {"roof": None})] == [False, True, False, False]
+    assert report.busy_line(alone) == "quiet: others used 0.10 cores of ours, the host stole 0.00 (load 1)"
+    told = "SHARED with another hardware thread: fma beside others took 1.50 times as long"
+    assert report.busy_line(shared).endswith(told)
+    unknown = report.busy_line(shared | {"busy": {"known": False, "busy": False, "load": 2}})
+    assert unknown.startswith("unknown to this system (load 2); SHARED")
+    note = "Another hardware thread shared the core during W4 (1.50)"
+    assert note in report.markdown(RUN | {"results": [shared, alone]})
+    assert "Another hardware thread" not in report.markdown(RUN | {"results": [alone]})

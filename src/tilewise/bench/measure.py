@@ -165,8 +165,9 @@ def time_rounds(
 
 
 def roof_contenders(probe: RoofProbe, threads: int) -> list[Contender]:
-    """The kernels of the roof: fma, products, and both ways to read as many bytes as the workload's keys and values."""
-    calls: dict[str, Callable[[], None]] = {"fma": probe.fma, "product": probe.product}
+    """The kernels of the roof: fma, alone and in a crowd, products, and both ways to read as many bytes as the
+    workload's keys and values."""
+    calls: dict[str, Callable[[], None]] = {"fma": probe.fma, "crowded": probe.crowded, "product": probe.product}
     calls |= {f"read ahead {ahead}": _reader(probe, ahead) for ahead in READ_AHEAD}
     runner = Local(Peer(ROOF, None, False, lambda threads: "", {}, {}, ()), threads)
     opened = {name: runner.add(name, Ready(call, np.asarray), 0) for name, call in calls.items()}
@@ -243,7 +244,7 @@ def roof_record(probe: RoofProbe | None, roof: Sequence[Contender]) -> dict[str,
     """Operations and bytes a second, by the median and at best; of the two ways to read, the faster one."""
     if probe is None:
         return None
-    fma, product, *reads = roof
+    fma, crowded, product, *reads = roof
     read = min(reads, key=lambda x: statistics.median(x.seconds))
     return {
         "flops": probe.flops / statistics.median(fma.seconds),
@@ -253,7 +254,8 @@ def roof_record(probe: RoofProbe | None, roof: Sequence[Contender]) -> dict[str,
         "read": probe.nbytes / statistics.median(read.seconds),
         "read_best": probe.nbytes / min(map(min, read.bursts)),
         "read_kernel": read.variant,
-        "fma_rounds": _rounds(fma), "product_rounds": _rounds(product), "read_rounds": _rounds(read),
+        "fma_rounds": _rounds(fma), "crowded_rounds": _rounds(crowded), "product_rounds": _rounds(product),
+        "read_rounds": _rounds(read),
         "fma_flops": probe.flops, "product_flops": probe.product_flops, "read_bytes": probe.nbytes,
     }  # fmt: skip
 

@@ -13,6 +13,7 @@ from tilewise.bench.runner import NOT_FOR_IT
 from tilewise.bench.workloads import TYPES
 
 FORMAT = 1  # of the JSON file; benchmarks/README.md describes it
+SHARED = 1.1  # times as long for fma beside other instructions, from where on the core is not ours alone
 Result = Mapping[str, Any]
 Record = Mapping[str, Any]
 
@@ -45,6 +46,18 @@ def figures(result: Result, x: Record, which: str = "median") -> dict[str, float
             found[name] = result[work] / (roof[of_kernel] / times if times else roof[rate] * seconds)
         found["share"] = max(found["fma_share"], found["read_share"])
     return found
+
+
+def crowding(result: Result) -> float | None:
+    """How many times as long fma take beside as many other instructions, in the same rounds: 1 on a core of our own, up
+    to 2 where another hardware thread shares it, of this machine or of a virtual one that nothing tells of."""
+    roof = result["roof"] or {}
+    return paired(roof.get("crowded_rounds", ()), roof.get("fma_rounds", ()))
+
+
+def shared(result: Result) -> bool:
+    """Whether another hardware thread shared the core."""
+    return (crowding(result) or 1.0) >= SHARED
 
 
 def limit(result: Result) -> str:
@@ -103,6 +116,7 @@ def summary(result: Result) -> dict[str, Any]:
         "fastest_peer": f"{best['peer']} {best['variant']}" if best else None,
         "ratio": ratio(result),
         "beside": relative(result),
+        "crowding": crowding(result),
     }
 
 
@@ -116,12 +130,20 @@ def megabytes(nbytes: float | None) -> str:
     return "?" if nbytes is None else f"{nbytes / 1e6:.1f}"
 
 
-def busy_line(busy: Mapping[str, Any]) -> str:
+def busy_line(result: Result) -> str:
     """How busy the machine was, in words."""
-    if not busy["known"]:
-        return f"unknown to this system (load {busy['load']})"
-    text = f"others used {busy['others']:.2f} cores of ours, the host stole {busy['steal']:.2f} (load {busy['load']})"
-    return f"BUSY, figures are doubtful: {text}" if busy["busy"] else f"quiet: {text}"
+    busy, text = result["busy"], f"unknown to this system (load {result['busy']['load']})"
+    if busy["known"]:
+        text = "BUSY, figures are doubtful" if busy["busy"] else "quiet"
+        text += f": others used {busy['others']:.2f} cores of ours, the host stole {busy['steal']:.2f}"
+        text += f" (load {busy['load']})"
+    if shared(result):
+        text += f"; SHARED with another hardware thread: fma beside others took {crowding(result):.2f} times as long"
+    return text
+
+
+def _states(result: Result) -> str:
+    return " ".join(["busy"] * result["busy"]["busy"] + ["shared"] * shared(result))
 
 
 def roof_line(roof: Mapping[str, Any] | None) -> str:
@@ -174,7 +196,7 @@ def print_result(result: Result, file: IO[str], width: int) -> None:
     for x in (x for x in result["skipped"] if x["reason"] != NOT_FOR_IT):
         console.print(f"  not timed: {x['peer']} {x['variant']}: {x['reason']}", markup=False, highlight=False)
     console.print(f"  roof: {roof_line(result['roof'])}", markup=False, highlight=False)
-    console.print(f"  machine: {busy_line(result['busy'])}", markup=False, highlight=False)
+    console.print(f"  machine: {busy_line(result)}", markup=False, highlight=False)
 
 
 def _cells(result: Result, x: Record) -> Iterator[str]:
@@ -225,7 +247,7 @@ def print_summary(results: Sequence[Result], file: IO[str], width: int) -> None:
         table.add_row(
             result["workload"], str(result["threads"]), duration(result["ours"]["median"]), f"{own['gflops']:.1f}",
             f"{own['gbytes']:.2f}", f"{own['share']:.2f} {limit(result)}" if "share" in own else "",
-            *rival, beside_text(result), megabytes(result["ours"]["growth"]), "busy" if result["busy"]["busy"] else "",
+            *rival, beside_text(result), megabytes(result["ours"]["growth"]), _states(result),
         )  # fmt: skip
     Console(file=file, width=width).print(table)
 
@@ -282,6 +304,11 @@ def markdown(run: Mapping[str, Any]) -> str:
     ]
     if doubtful:
         notes.append(f"The machine was busy during {', '.join(doubtful)}.")
+    if with_another := [f"{r['workload']} ({crowding(r):.2f})" for r in run["results"] if shared(r)]:
+        notes.append(
+            f"Another hardware thread shared the core during {', '.join(with_another)}: in parentheses, how many times "
+            "as long multiply-adds took beside as many other instructions; 1 on a core of one's own."
+        )
     return "\n".join([*table, "", *notes, ""])
 
 

@@ -11,8 +11,11 @@ UNROLL = 8  # loads in flight
 DEPTH = 64  # of a product: its operands, some 20 kB, stay in the first-level cache
 
 
-def fma_kernel(mr: int, nr: int) -> Kernel:
-    """`steps` times mr * nr independent fma on values in registers: 2 * 16 * mr * nr flops a step."""
+def fma_kernel(mr: int, nr: int, beside: int = 0) -> Kernel:
+    """`steps` times mr * nr independent fma on values in registers: 2 * 16 * mr * nr flops a step.
+
+    Beside each, so many instructions that need nothing that an fma needs but a place in line: prefetches of one line.
+    """
 
     def body(b: Builder, table: Int, worker: Int) -> None:
         call = Row(b, table, ROOF)
@@ -25,9 +28,11 @@ def fma_kernel(mr: int, nr: int) -> Kernel:
             for row in acc:
                 for cell in row:
                     cell.value = b.fma(cell.value, factor, addend)
+                    for _ in range(beside):
+                        b.prefetch(data)
         b.store(data, _sum(b, acc))
 
-    return Kernel(f"roof_fma_{mr}x{nr}", body)
+    return Kernel(f"roof_fma_{mr}x{nr}" + f"_beside{beside}" * bool(beside), body)
 
 
 def product_kernel(mr: int, nr: int) -> Kernel:

@@ -59,6 +59,7 @@ class RoofProbe:
         self._threads = threads
         self._pool = pool_for(threads)
         self._fma = native(fma_kernel(mr, nr), target)
+        self._crowded = native(fma_kernel(mr, nr, target.registers_per_vector), target)
         self._product = native(product_kernel(mr, nr), target)
         self._products = [written_floats(product_floats(mr, nr)) for _ in range(threads)]
         self._product_tables = [_table(x, FMA_STEPS // DEPTH) for x in self._products]
@@ -72,9 +73,12 @@ class RoofProbe:
 
     def fma(self) -> None:
         """`flops` operations on values in registers."""
-        for x in self._constants:  # the kernel leaves its sum there
-            x[:LANES], x[LANES:] = _FACTOR, _ADDEND
-        self._run(self._fma, self._fma_tables)
+        self._run_fma(self._fma)
+
+    def crowded(self) -> None:
+        """The same beside as many other instructions: they fit between, unless another hardware thread, which nothing
+        else tells of, takes every second turn to issue some."""
+        self._run_fma(self._crowded)
 
     def product(self) -> None:
         """`product_flops` operations in the loop of the micro-kernel, with its loads from the first-level cache."""
@@ -83,6 +87,11 @@ class RoofProbe:
     def read(self, ahead: int) -> None:
         """Read `nbytes` in order, asking for lines `ahead` before they are due; 0 leaves it to the processor."""
         self._run(self._read[ahead], self._read_tables)
+
+    def _run_fma(self, entry: Callable[[int, int], int]) -> None:
+        for x in self._constants:  # the kernel leaves its sum there
+            x[:LANES], x[LANES:] = _FACTOR, _ADDEND
+        self._run(entry, self._fma_tables)
 
     def _run(self, entry: Callable[[int, int], int], tables: list[I64Array]) -> None:
         addresses = [table.__array_interface__["data"][0] for table in tables]

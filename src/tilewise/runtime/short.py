@@ -34,6 +34,7 @@ class Short:
         at_q, at_k, at_v = address_of(q), address_of(k), address_of(v)
         if (at_q | at_k | at_v) & self.misaligned:
             return None
+        at_lse = 0
         if out is not None or lse is not None:
             extents = self.extents if step is None else self.extents | {x: getattr(step, x)[-2:] for x in "kv"}
             read = [(at, *extents[name]) for name, at in (("q", at_q), ("k", at_k), ("v", at_v))]
@@ -41,9 +42,10 @@ class Short:
                 return None
         if out is None:
             out = np.empty(problem.out_shape, problem.out_dtype)
-        if lse is None and problem.return_lse:
-            lse = np.empty(problem.lse_shape, np.float32)
-        addresses = (at_q, at_k, at_v, address_of(out), address_of(lse), 0, 0, 0, 0, 0)
+        if problem.return_lse:
+            lse = np.empty(problem.lse_shape, np.float32) if lse is None else lse
+            at_lse = address_of(lse)
+        addresses = (at_q, at_k, at_v, address_of(out), at_lse, 0, 0, 0, 0, 0)
         run_freely(self.calls, self.scratch_bytes, addresses, pool, step)
         return out if lse is None else (out, lse)
 
