@@ -27,8 +27,7 @@ _REMEMBERED_BATCH = 64  # sequences: what is remembered grows with them
 _REMEMBERED_BYTES = 4096  # of an array of lengths or offsets, which is compared by its contents
 _NUMBERS = {int, float, bool, type(None), np.float32, np.float64, np.int32, np.int64}
 VARIANT_ARRAYS = ("alibi_slopes", "bias", "mask")
-_OF_LENGTHS = ("kv_start", "kv_len", "k_offset", *VARIANT_ARRAYS)  # what is checked against the number of keys
-_OF_LENGTHS = ("kv_start", "kv_len", "k_offset", *VARIANT_ARRAYS)  # what is checked against the number of keys
+_OF_LENGTHS = ("kv_start", "k_offset", *VARIANT_ARRAYS)  # what is checked against the number of keys
 _K_SHAPE, _V_SHAPE = 6, 9  # where they are in a key
 
 
@@ -69,8 +68,8 @@ def run(
             steps = _key_of_steps(workers.threads, knobs, arrays, arguments, step)
             if steps in _memory:
                 known = _remember(key, _memory[steps]._replace(step=step))
-    if known is not None and known.short is not None and arena is None and not knobs.debug:
-        result = known.short.run(q, k, v, out, lse, step, workers)
+    if known is not None and known.short is not None and not knobs.debug:
+        result = known.short.run(q, k, v, out, lse, step, arena, workers)
         if result is not None:
             return result
     if known is not None and all(x is None or is_aligned(x) for x in arrays):
@@ -169,14 +168,18 @@ def _step(k: Any, v: Any, arguments: dict[str, Any]) -> Step | None:
     """What a call has of its own if it may be one of a loop that decodes: nothing that is checked depends on it."""
     if k is None or v is None or any(arguments[name] is not None for name in _OF_LENGTHS):
         return None
-    offset = arguments["q_offset"]
+    if k.ndim != 4 or k.shape[:3] != v.shape[:3] or not k.size:
+        return None
+    keys, offset = arguments["kv_len"], arguments["q_offset"]
+    if keys is None:
+        keys = k.shape[2]
     if offset is None and arguments["causal"] is False and arguments["window"] is None:
         offset = 0
-    if k.ndim != 4 or k.shape[:3] != v.shape[:3] or not k.size or type(offset) is not int:
+    if type(keys) is not int or type(offset) is not int or not (0 < keys <= k.shape[2] and 0 <= offset <= MAX_POSITION):
         return None
-    if not 0 <= offset <= MAX_POSITION or any(stride % x.itemsize for x in (k, v) for stride in x.strides):
+    if any(stride % x.itemsize for x in (k, v) for stride in x.strides):
         return None
-    parts = [Part(sequence, 0, k.shape[2], 0, offset) for sequence in range(len(k))]
+    parts = [Part(sequence, 0, keys, 0, offset) for sequence in range(len(k))]
     return Step(parts, *(lies(x.shape, x.strides, x.itemsize) for x in (k, v)))
 
 
@@ -184,11 +187,11 @@ def _key_of_steps(
     threads: int, knobs: Config, arrays: tuple[Any, ...], arguments: dict[str, Any], step: Step
 ) -> tuple[Any, ...]:  # fmt: skip
     """The key of all calls that differ in their step only, up to the same powers of two."""
-    if arguments["q_offset"] is not None:
-        arguments = arguments | {"q_offset": _most(step.parts[0].q_offset)}
+    most = _most(step.parts[0].keys), _most(step.parts[0].q_offset)
     q, k, v, *others = arrays
     rows = k[0, 0, :1], v[0, 0, :1]
-    return k.shape[:2], _most(k.shape[2]), _key(make_problem, threads, knobs, (q, *rows, *others), arguments)
+    arguments = arguments | {"kv_len": None, "q_offset": None if arguments["q_offset"] is None else most[1]}
+    return k.shape[:2], most, _key(make_problem, threads, knobs, (q, *rows, *others), arguments)
 
 
 def _of_steps(problem: Problem, step: Step) -> Problem:

@@ -55,6 +55,13 @@ def alone(monkeypatch: pytest.MonkeyPatch, *operands: Array, **options: Any) -> 
         return tw.attention(*operands, **options)
 
 
+def keys_of_step(grown: str, t: int, q: Array, k: Array, v: Array) -> tuple[tuple[Array, ...], dict[str, int]]:
+    """The arrays of a step with t keys, in one of the ways that loops have them, and the arguments that say so."""
+    if grown == "kv_len":
+        return (q, k, v), {"kv_len": t}
+    return (q, *(x[:, :, :t] if grown == "slices" else x[:, :, :t].copy() for x in (k, v))), {}
+
+
 def positioned(options: dict[str, Any], position: int) -> dict[str, Any]:
     return options | ({"q_offset": position} if {"causal", "window"} & set(options) else {})
 
@@ -64,7 +71,7 @@ def both(x: Any) -> tuple[Array, ...]:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("grown", ["slices", "copies"])
+@pytest.mark.parametrize("grown", ["slices", "copies", "kv_len"])
 @pytest.mark.parametrize(("B", "Tq", "pool"), [(1, 1, 1), (1, 1, 2), (3, 1, 2), (1, 5, 2), (2, 40, 2)])
 def test_every_step_has_the_bits_that_it_has_alone(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], grown: str, B: int, Tq: int, pool: int
@@ -74,19 +81,19 @@ def test_every_step_has_the_bits_that_it_has_alone(
     q = queries(B, Tq)
     steps = np.arange(Tq, LONGEST)
     for t in [*steps[::6].tolist(), *np.random.default_rng(2).permutation(steps)[:20].tolist()]:
-        operands = q, *(x[:, :, :t] if grown == "slices" else x[:, :, :t].copy() for x in (k, v))
-        step = positioned(options, t - Tq) | TILES | {"pool": pool}
+        operands, filled = keys_of_step(grown, t, q, k, v)
+        step = positioned(options, t - Tq) | TILES | {"pool": pool} | filled
         wanted = alone(monkeypatch, *operands, **step)
         for x, y in zip(both(tw.attention(*operands, **step)), both(wanted), strict=True):
             assert_same_bits(x, y)
 
 
-@pytest.mark.parametrize("grown", ["slices", "copies"])
+@pytest.mark.parametrize("grown", ["slices", "copies", "kv_len"])
 def test_a_loop_is_prepared_for_a_few_times(prepared: list[int], grown: str) -> None:
     k, v = cache()
     for t in range(1, LONGEST):
-        operands = (x[:, :, :t] if grown == "slices" else x[:, :, :t].copy() for x in (k, v))
-        tw.attention(queries(1, 1), *operands, causal=True, q_offset=t - 1)
+        operands, filled = keys_of_step(grown, t, queries(1, 1), k, v)
+        tw.attention(*operands, **filled, causal=True, q_offset=t - 1)
     assert len(prepared) == 16  # once for 1 key, and for 2; for up to 4, 8, ... 256 with positions up to half, and all
     for t in range(100, LONGEST):  # the same for keys that lie otherwise
         tw.attention(queries(1, 1), *(np.flip(x, 1)[:, :, :t] for x in (k, v)), causal=True, q_offset=t - 1)
@@ -104,8 +111,10 @@ def test_with_sinks_arenas_results_and_other_values(monkeypatch: pytest.MonkeyPa
         for x, y in zip(both(tw.attention(*operands, **more)), both(wanted), strict=True):
             assert_same_bits(x, y)
         out = np.empty_like(q)
-        assert tw.attention(*operands, out=out) is out
+        assert tw.attention(*operands, out=out, arena=arena) is out
         assert_same_bits(out, alone(monkeypatch, *operands))
+        assert arena.high_water == tw.scratch_bytes(*operands)
+        assert arena.used == 0
 
 
 def test_layouts_of_other_strides_and_types_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +146,10 @@ def test_a_step_that_is_wrong_is_refused() -> None:
     tw.attention(q, k[:, :, :100], v[:, :, :100], causal=True, q_offset=3)
     with pytest.raises(tw.InvalidArgument, match="q_offset"):
         tw.attention(q, k[:, :, :101], v[:, :, :101], causal=True, q_offset=-1)
+    tw.attention(q, k[:, :, :140], v[:, :, :140])
+    for wrong in (131, -1):
+        with pytest.raises(tw.InvalidArgument, match="kv_len"):
+            tw.attention(q, k[:, :, :130], v[:, :, :130], kv_len=wrong)
     raw = np.zeros(k.size * 4 + 64, np.uint8)
     odd = np.ndarray((1, HKV, 101, D), np.float32, raw, 0, (0, 101 * D * 4 + 2, D * 4, 4))
     with pytest.raises(tw.InvalidArgument):

@@ -276,30 +276,29 @@ def launch(
         lse = np.empty(problem.lse_shape, np.float32)
     q, k, v, sinks, _, _, blocks, slopes, bias, mask = operands
     addresses = [*map(address_of, (q, k, v, out, lse, sinks, blocks, slopes, bias, mask))]
-    scratch_bytes = max(call.plan.scratch_bytes for call in calls)
-    if arena is None and not calls[0].checked:
-        run_freely(calls, scratch_bytes, addresses, pool, step)
-        return out, lse
-    scratch_arena = Arena() if arena is None else arena
-    mark = scratch_arena.mark()
-    try:
-        _run(calls, scratch_arena.alloc(scratch_bytes), addresses, pool, step)
-        return out, lse
-    finally:
-        scratch_arena.rewind(mark)
+    run_calls(calls, max(call.plan.scratch_bytes for call in calls), addresses, arena, pool, step)
+    return out, lse
 
 
-def run_freely(
-    calls: Sequence[Prepared], scratch_bytes: int, addresses: Sequence[int], pool: Pool, step: Step | None
-) -> None:
-    """With scratch that is kept, if it is small, or new."""
-    if scratch_bytes > _SMALL:
+def run_calls(
+    calls: Sequence[Prepared], scratch_bytes: int, addresses: Sequence[int], arena: Arena | None, pool: Pool,
+    step: Step | None,
+) -> None:  # fmt: skip
+    """With scratch from the arena, guarded where that is checked; or kept, if it is small; or new."""
+    if arena is not None or calls[0].checked:
+        arena = arena or Arena()
+        mark = arena.mark()
+        try:
+            _run(calls, arena.alloc(scratch_bytes), addresses, pool, step)
+        finally:
+            arena.rewind(mark)
+    elif scratch_bytes > _SMALL:
         _run(calls, aligned(scratch_bytes), addresses, pool, step)
-        return
-    scratch = taken(_scratch, aligned, _SMALL)
-    _run(calls, scratch, addresses, pool, step)
-    if len(_scratch) < IDLE:
-        _scratch.append(scratch)
+    else:
+        scratch = taken(_scratch, aligned, _SMALL)
+        _run(calls, scratch, addresses, pool, step)
+        if len(_scratch) < IDLE:
+            _scratch.append(scratch)
 
 
 def _run(

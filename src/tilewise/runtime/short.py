@@ -9,7 +9,8 @@ import numpy as np
 
 from tilewise.arguments import SIZE, Array, F32Array
 from tilewise.problem import Operands, Problem
-from tilewise.runtime.launch import Prepared, Step, address_of, run_freely
+from tilewise.runtime.arena import Arena
+from tilewise.runtime.launch import Prepared, Step, address_of, run_calls
 from tilewise.runtime.pool import Pool
 
 
@@ -26,8 +27,9 @@ class Short:
         self.extents = {name: (view.lo, view.hi) for name, view in views.items()}
 
     def run(
-        self, q: Array, k: Array, v: Array, out: Array | None, lse: F32Array | None, step: Step | None, pool: Pool
-    ) -> Any:
+        self, q: Array, k: Array, v: Array, out: Array | None, lse: F32Array | None, step: Step | None,
+        arena: Arena | None, pool: Pool,
+    ) -> Any:  # fmt: skip
         """What the call returns; or None where an array must be looked at: it is not aligned to the largest element of
         all, or one to write into is read-only or near another."""
         problem = self.problem
@@ -46,7 +48,7 @@ class Short:
             lse = np.empty(problem.lse_shape, np.float32) if lse is None else lse
             at_lse = address_of(lse)
         addresses = (at_q, at_k, at_v, address_of(out), at_lse, 0, 0, 0, 0, 0)
-        run_freely(self.calls, self.scratch_bytes, addresses, pool, step)
+        run_calls(self.calls, self.scratch_bytes, addresses, arena, pool, step)
         return out if lse is None else (out, lse)
 
     def _may_write(self, written: dict[str, Array | None], read: list[tuple[int, int, int]]) -> bool:
