@@ -22,13 +22,12 @@ from tilewise.runtime.pool import Pool, pool_for
 from tilewise.runtime.short import Short, short_way
 from tilewise.simd.target import current_target
 
-_REMEMBERED = 256  # prepared calls; a decode loop makes a new one each step, so they are forgotten all at once
+_REMEMBERED = 256  # layouts; a decode loop has a new one each step, so they are forgotten all at once
 _REMEMBERED_BATCH = 64  # sequences: what is remembered grows with them
 _REMEMBERED_BYTES = 4096  # of an array of lengths or offsets, which is compared by its contents
 _NUMBERS = {int, float, bool, type(None), np.float32, np.float64, np.int32, np.int64}
 VARIANT_ARRAYS = ("alibi_slopes", "bias", "mask")
 _OF_LENGTHS = ("kv_start", "k_offset", *VARIANT_ARRAYS)  # what is checked against the number of keys
-_K_SHAPE, _V_SHAPE = 6, 9  # where they are in a key
 
 
 class _Known(NamedTuple):
