@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tilewise.arguments import MAX_POSITION, Array, is_aligned
+from tilewise.arguments import MAX_POSITION, Array, float_type, is_aligned
 from tilewise.blockmask import BlockMask, as_block_mask, check_positions
 from tilewise.config import Config, current
 from tilewise.errors import InvalidArgument
@@ -65,8 +65,9 @@ def run(
         step = _step(k, v, arguments)
         if step is not None:
             steps = _key_of_steps(workers.threads, knobs, arrays, arguments, step)
-            if steps in _memory:
-                known = _remember(key, _memory[steps]._replace(step=step))
+            alike = _memory.get(steps)
+            if alike is not None:
+                known = _remember(key, alike._replace(step=step))
     if known is not None and known.short is not None and not knobs.debug:
         result = known.short.run(q, k, v, out, lse, step, arena, workers)
         if result is not None:
@@ -167,16 +168,18 @@ def _step(k: Any, v: Any, arguments: dict[str, Any]) -> Step | None:
     """What a call has of its own if it may be one of a loop that decodes: nothing that is checked depends on it."""
     if k is None or v is None or any(arguments[name] is not None for name in _OF_LENGTHS):
         return None
-    if k.ndim != 4 or k.shape[:3] != v.shape[:3] or not k.size:
+    if not k.ndim == v.ndim == 4 or k.shape[:3] != v.shape[:3] or not k.size:
+        return None
+    if any(float_type(x.dtype) is None or any(stride % x.itemsize for stride in x.strides) for x in (k, v)):
         return None
     keys, offset = arguments["kv_len"], arguments["q_offset"]
     if keys is None:
         keys = k.shape[2]
     if offset is None and arguments["causal"] is False and arguments["window"] is None:
         offset = 0
-    if type(keys) is not int or type(offset) is not int or not (0 < keys <= k.shape[2] and 0 <= offset <= MAX_POSITION):
+    if type(keys) is not int or not 0 < keys <= min(k.shape[2], MAX_POSITION):
         return None
-    if any(stride % x.itemsize for x in (k, v) for stride in x.strides):
+    if type(offset) is not int or not 0 <= offset <= MAX_POSITION:
         return None
     parts = [Part(sequence, 0, keys, 0, offset) for sequence in range(len(k))]
     return Step(parts, *(lies(x.shape, x.strides, x.itemsize) for x in (k, v)))

@@ -150,11 +150,30 @@ def test_a_step_that_is_wrong_is_refused() -> None:
     for wrong in (131, -1):
         with pytest.raises(tw.InvalidArgument, match="kv_len"):
             tw.attention(q, k[:, :, :130], v[:, :, :130], kv_len=wrong)
+    longest = np.broadcast_to(np.ones(D, np.float16), (1, 1, 1 << 57, D))
+    tw.attention(q[:, :1], longest, longest, causal=True, window=4, q_offset=5)
+    with pytest.raises(tw.InvalidArgument, match="kv_len"):
+        tw.attention(q[:, :1], longest, longest, causal=True, window=4, q_offset=5, kv_len=1 << 57)
     raw = np.zeros(k.size * 4 + 64, np.uint8)
     odd = np.ndarray((1, HKV, 101, D), np.float32, raw, 0, (0, 101 * D * 4 + 2, D * 4, 4))
     with pytest.raises(tw.InvalidArgument):
         tw.attention(q, odd, v[:, :, :101])
     assert_same_bits(tw.attention(q, k[:, :, :0], v[:, :, :0]), np.zeros_like(q))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [(np.zeros((HKV, 5, D), np.float32), tw.ShapeError), (np.zeros((1, HKV, 5, D, 1), np.float32), tw.ShapeError),
+     (np.zeros((1, HKV, 5), np.float32), tw.ShapeError), (np.empty((1, HKV, 5, D), np.dtype([])), TypeError),
+     (np.empty((1, HKV, 5, D), np.int32), TypeError), (np.empty((1, HKV, 5, D), "V0"), TypeError)],
+    ids=lambda x: x.__name__ if isinstance(x, type) else f"{x.shape} {x.dtype}",
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_what_is_no_array_of_keys_is_refused_as_ever(name: str, wrong: Array, error: type[Exception]) -> None:
+    operands = {x: np.zeros((1, HKV, 5, D), np.float32) for x in ("k", "v")} | {name: wrong}
+    for _ in range(2):
+        with pytest.raises(error, match=name):
+            tw.attention(queries(1, 1), **operands)
 
 
 def test_knobs_do_not_meet_another_step(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
