@@ -168,7 +168,7 @@ def _step(k: Any, v: Any, arguments: dict[str, Any]) -> Step | None:
     """What a call has of its own if it may be one of a loop that decodes: nothing that is checked depends on it."""
     if k is None or v is None or any(arguments[name] is not None for name in _OF_LENGTHS):
         return None
-    if not k.ndim == v.ndim == 4 or k.shape[:3] != v.shape[:3] or not k.size:
+    if not k.ndim == v.ndim == 4 or k.shape[:3] != v.shape[:3] or not k.size or len(k) > _REMEMBERED_BATCH:
         return None
     if any(float_type(x.dtype) is None or any(stride % x.itemsize for stride in x.strides) for x in (k, v)):
         return None
