@@ -176,6 +176,13 @@ def test_what_is_no_array_of_keys_is_refused_as_ever(name: str, wrong: Array, er
             tw.attention(queries(1, 1), **operands)
 
 
+def test_more_sequences_than_any_memory_holds_are_no_steps() -> None:
+    q, k = queries(1, 1), np.zeros((1, HKV, 5, D), np.float32)
+    many = [np.broadcast_to(x, (1 << 40, *x.shape[1:])) for x in (q, k, k)]
+    with pytest.raises(MemoryError):
+        tw.attention(*many)
+
+
 def test_knobs_do_not_meet_another_step(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Checked, interpreted and traced calls are prepared for exactly."""
     k, v = cache()
