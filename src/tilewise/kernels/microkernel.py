@@ -60,9 +60,9 @@ def scores(
     b: Builder, rows: int, mr: int, nr: int, D: int, queries: Ptr, keys: Ptr, put: Put, lo: Int, hi: Int
 ) -> None:
     """Q[r] . K for the groups lo <= g < hi of a tile, for every row of a panel: put(r, g, vectors from group g on)."""
-    query_row, whole = -(-D // LANES) * LANES, lo + (hi - lo) // nr * nr
-    parts = [(nr, lo, whole), (1, whole, hi)] if nr > 1 else [(1, lo, hi)]
-    for width, first, end in parts:
+    query_row, first = -(-D // LANES) * LANES, lo
+    for width in (nr >> n for n in range(nr.bit_length())):  # what is left over in narrower blocks
+        end = first + (hi - first) // width * width
         for r, height in row_blocks(b, rows, tallest(mr, nr, width)):
             for group in b.loop(first, end, width):
                 acc = accumulators(b, height, width)
@@ -70,6 +70,7 @@ def scores(
                 outer_products(b, acc, queries + r * query_row, query_row, tile, LANES, LANES * D, 0, D)
                 for x, row in enumerate(acc):
                     put(r + x, group, [cell.value for cell in row])
+        first = end
 
 
 def weighted_sum(
