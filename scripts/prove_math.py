@@ -67,6 +67,7 @@ RANGES = (
     Range("log2, x in [1, 2^57)", "log2", EXPONENT_ONE, EXPONENT_ONE + (L_BITS << 23) - 1, bound=LOG2_BOUND),
     Range("exp2, x in [+0, 127.5)", "exp2", 0, 0x42FEFFFF, bound=EXP2_BOUND),
     Range("exp2, x in [-inf, -126): +0", "exp2", 0xC2FC0001, SIGN | INF, result=0.0),
+    Range("exp2, x in [127.5, inf]: inf", "exp2", 0x42FF0000, INF, result=np.inf),
     Range("exp2, every NaN: NaN", "exp2", INF + 1, LARGEST_NAN, result=np.nan),
     Range("exp2, every negative NaN: NaN", "exp2", (SIGN | INF) + 1, SIGN | LARGEST_NAN, result=np.nan),
     Range("log2, every normal x in (0, 1)", "log2", 0x00800000, EXPONENT_ONE - 1, bound=LOG2_BOUND),

@@ -29,6 +29,7 @@ TANH_ONE = 9.02  # tanh is 1 from here on: 1 - tanh(x) < 2^-25
 MAGNITUDE, SIGN = 0x7FFFFFFF, -(1 << 31)  # the bits of a float32 without its sign, and the sign's
 SQRT_HALF_BITS = 0x3F3504F3  # the float32 at or below sqrt(1/2)
 EXP2_SMALLEST = -126.0  # below it 2^x is subnormal; exp2 gives 0
+EXP2_INFINITE = 127.5  # from here on 2^round(x) is infinite
 # Lanes of two vectors x and y (LANES further on). In every quarter of a vector: x0 y0 x1 y1, x2 y2 x3 y3, x0 x1 y0 y1,
 # x2 x3 y2 y3. And whole quarters: 0 and 2 of x, then of y; 1 and 3.
 QUARTER = LANES // 4
@@ -57,16 +58,17 @@ def polynomial_each(b: Builder, coefficients: tuple[float, ...], xs: list[Vec]) 
 def exp2(b: Builder, x: Vec) -> Vec:
     """2^x: at most 0.80 ULP from the true value on [-126, 127.5); 0 for x < -126; exp2(0) = 1; NaN for NaN.
 
-    Not above 1 for x <= 0. inf from 127.5 on, for no weight has such an exponent.
+    Not above 1 for x <= 0. inf from 127.5 on: half a power of two early, as 2^round(x) is.
+    """
+    return b.where(b.vec(EXP2_INFINITE) <= x, b.vec(float("inf")), exp2_each(b, [x])[0])
+
+
+def exp2_each(b: Builder, xs: list[Vec]) -> list[Vec]:
+    """exp2 of several vectors of x < 127.5, a step of all before the next one: their chains fill each other's latency.
 
     2^x = 2^n 2^f with n = round(x). The power 2^n is made from bits and multiplied in, never added to an exponent:
     a NaN stays one whatever its payload.
     """
-    return exp2_each(b, [x])[0]
-
-
-def exp2_each(b: Builder, xs: list[Vec]) -> list[Vec]:
-    """exp2 of several vectors, a step of all before the next one: their chains fill each other's latency."""
     rounded = [x + b.vec(ROUND) for x in xs]
     fractions = [x - (n - b.vec(ROUND)) for x, n in zip(xs, rounded, strict=True)]
     y = polynomial_each(b, (1.0, *EXP2), fractions)
