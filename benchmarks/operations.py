@@ -22,8 +22,9 @@ from tilewise.simd.interp import NumpyBuilder
 OPERATIONS = {
     "fma": "fma", "shuffle": "shuffle", "max": "max", "add": "other", "sub": "other", "mul": "other", "div": "other",
     "lt": "other", "le": "other", "eq": "other", "shl": "other", "shr": "other", "nadd": "other", "nsub": "other",
-    "nand": "other", "between": "other", "to_float": "other",
+    "nand": "other", "between": "other", "to_float": "other", "fraction": "other", "ldexp": "other",
 }  # fmt: skip
+INSTRUCTIONS = {"ldexp": 2}  # more than one of AVX-512: the exponent, and the product
 SHAPES = (
     Workload("W1, W3", "", 1, 4, 1, 512, 512, 128, causal=True),
     Workload("W2, W6", "", 1, 1, 1, 512, 512, 64, causal=True),
@@ -41,7 +42,7 @@ def count(w: Workload) -> Counter[str]:
     def counting(self: NumpyBuilder, name: str, *operands: Any, **static: Any) -> Any:
         kind = OPERATIONS.get(name)
         if kind:
-            counted[kind] += 1
+            counted[kind] += INSTRUCTIONS.get(name, 1)
         return word(self, name, *operands, **static)
 
     NumpyBuilder.word = counting  # type: ignore[method-assign]

@@ -76,6 +76,18 @@ def fma(x: int, y: int, z: int) -> int:
     return rounded(product + value(z), zero)
 
 
+def fraction(x: int) -> int:
+    """x - round(x), ties to even."""
+    return NAN if is_nan(x) else rounded(value(x) - round(value(x)))
+
+
+def ldexp(x: int, y: int) -> int:
+    """x * 2^round(y), ties to even."""
+    if is_nan(x) or is_infinite(x):
+        return x
+    return rounded(value(x) * Fraction(2) ** round(value(y)), zero=x & SIGN)
+
+
 def comparison(compare: Callable[[Fraction | float, Fraction | float], bool]) -> Callable[[int, int], bool]:
     """An ordered comparison: false where either is NaN, -0 equal to +0."""
 

@@ -16,6 +16,7 @@ from scripts.prove_math import RANGES, Range, native_map, prove, ulp_error, ulp_
 from tests.simd.support import INTERPRETED, NATIVE_TARGETS, RINGS, SPECIAL, floats, random_bits, run
 from tilewise.config import config
 from tilewise.simd.builder import LANES, Builder, Ptr, Vec
+from tilewise.simd.interp import fma32
 from tilewise.simd.math import EXP2, LOG2, exp2, fold, log2, transpose
 
 FUNCTIONS: dict[str, Callable[[Builder, Vec], Vec]] = {"exp2": exp2, "log2": log2}
@@ -129,6 +130,21 @@ def test_exp2_special_values(ring: str) -> None:
     assert bits(127.5, 128.0, 128.5, 129.0, 200.0, 384.0, 1e10, 3.4e38, np.inf) == ["inf"] * 9
     nan = floats([0x7FC00000, 0xFFC00000, 0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FABCDEF, 0x7FC0007F])
     assert np.isnan(apply("exp2", ring, nan)).all()
+
+
+@pytest.mark.parametrize("ring", RINGS)
+def test_exp2_of_ties(ring: str) -> None:
+    """Halfway between whole numbers n and n + 1, either of them gives the same bits: the recipe takes the odd one."""
+
+    def power(f: float, n: Any) -> Any:
+        y = np.full(n.shape, EXP2[-1], np.float32)
+        for c in (*EXP2[-2::-1], 1.0):
+            y = fma32(y, np.full_like(y, f), np.full_like(y, c))
+        return np.ldexp(y, n)
+
+    n = np.arange(-126, 127)
+    result = apply("exp2", ring, n + 0.5)
+    assert result.tobytes() == power(0.5, n).tobytes() == power(-0.5, n + 1).tobytes()
 
 
 @pytest.mark.parametrize("ring", RINGS)

@@ -94,6 +94,26 @@ def one_float() -> list[Any]:
     return [(bits,) for bits in (*SPECIAL, *random_bits(500, 7))]
 
 
+def near_whole_numbers() -> list[float]:
+    """Whole numbers, ties and what lies next to them, of the exponents of normal numbers."""
+    whole = np.arange(-126, 128, dtype=np.float32)
+    exact = np.concatenate([whole, whole[:-1] + np.float32(0.5), np.float32([-126.5, 0.25, -0.25, 1e-30])])
+    return [float(x) for x in np.concatenate([exact, *(np.nextafter(exact, np.float32(way)) for way in (-999, 999))])]
+
+
+def fractions() -> list[Any]:
+    """Below 2^22. -0 is left out: its fraction is a zero of either sign."""
+    large = [sign * (2.0**n + part) for sign in (1, -1) for n in range(8, 22) for part in (0.5, 1.5, 0.25)]
+    some = [int(np.float32(x).view(np.uint32)) for x in (*near_whole_numbers(), *large) if x]
+    random = [x for (x,) in one_float() if is_nan(x) or x & ~SIGN < 0x4A800000]
+    return [(x,) for x in (*some, *random) if x != SIGN]
+
+
+def powers_of_two() -> list[Any]:
+    exponents = [int(np.float32(x).view(np.uint32)) for x in near_whole_numbers() if -126.5 <= x < 127.5]
+    return [*zip(itertools.cycle([*SPECIAL, *random_bits(700, 10)]), exponents * 3), (0x7FC00000, 0x7FC00000)]
+
+
 def masked_floats() -> list[Any]:
     return [(bool(x % 3), bits, other) for x, (bits, other) in enumerate(pairs_of_floats()[::3])]
 
@@ -187,6 +207,8 @@ CASES: dict[str, Case] = {
     "mul": arithmetic(lambda b, x, y: x * y, scalar.mul, pairs_of_floats),
     "div": arithmetic(lambda b, x, y: x / y, scalar.div, pairs_of_floats),
     "fma": arithmetic(lambda b, x, y, z: b.fma(x, y, z), scalar.fma, triples_of_floats),
+    "fraction": arithmetic(lambda b, x: b.fraction(x), scalar.fraction, fractions),
+    "ldexp": arithmetic(lambda b, x, y: b.ldexp(x, y), scalar.ldexp, powers_of_two),
     "max": Case(lambda b, x, y: b.max(x, y), scalar.maximum, close_pairs),
     "lt": Case(lambda b, x, y: x < y, scalar.comparison(lambda x, y: x < y), close_pairs),
     "le": Case(lambda b, x, y: x <= y, scalar.comparison(lambda x, y: x <= y), close_pairs),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tilewise as tw
-from tests.support import assert_as_accurate_as_naive, assert_same_bits, inputs
+from tests.support import RUNNABLE, assert_as_accurate_as_naive, assert_same_bits, inputs
 from tests.variants.calls import OFFSET, RNG, B, H, call, dense, places, small
 from tilewise import hooks
 
@@ -160,12 +160,14 @@ def test_words() -> None:
         assert_as_accurate_as_naive((o, lse), own)
 
 
+@pytest.mark.parametrize("target", RUNNABLE)
 @pytest.mark.parametrize("scale", [1.0, 1e3, 1e30])
-def test_exponentials_of_large_scores(scale: float) -> None:
+def test_exponentials_of_large_scores(scale: float, target: str) -> None:
     """A sigmoid is a step where exp is beyond float32, and so is exp itself under a minimum."""
-    sigmoid = call(scale=scale).run(score=lambda s, *_: 1 / (1 + hooks.exp(-1000 * s)))
-    capped = call(scale=scale).run(score=lambda s, *_: hooks.minimum(hooks.exp2(s * 2000), 1.0))
-    step = call(scale=scale).run(score=lambda s, *_: hooks.where(s > 0, 1.0, 0.0))
+    with tw.config(target=target):
+        sigmoid = call(scale=scale).run(score=lambda s, *_: 1 / (1 + hooks.exp(-1000 * s)))
+        capped = call(scale=scale).run(score=lambda s, *_: hooks.minimum(hooks.exp2(s * 2000), 1.0))
+        step = call(scale=scale).run(score=lambda s, *_: hooks.where(s > 0, 1.0, 0.0))
     for got in (sigmoid, capped):
         assert all(np.isfinite(x).all() for x in got)
         np.testing.assert_allclose(got[1], step[1], atol=0.02)

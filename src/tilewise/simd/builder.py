@@ -54,6 +54,8 @@ WORDS: dict[str, str] = {
     # 16 float32 lanes; max(a, b) is a > b ? a : b in every lane, so it gives b where either is NaN
     "add": "vv>v", "sub": "vv>v", "mul": "vv>v", "div": "vv>v", "fma": "vvv>v", "max": "vv>v",
     "lt": "vv>m", "le": "vv>m", "eq": "vv>m", "where": "mvv>v", "shuffle": "vv>v",
+    # of |x| < 2^22, and of -126 <= round(y) <= 127; elsewhere they give anything, but NaN where all operands are NaN
+    "fraction": "v>v", "ldexp": "vv>v",
     # 16 int32 lanes, for the bits of floats
     "bits": "v>n", "floats": "n>v", "to_float": "n>v", "nadd": "nn>n", "nsub": "nn>n", "nand": "nn>n",
     "shl": "n>n", "shr": "n>n",
@@ -143,6 +145,14 @@ class Builder(ABC):
     def max(self, x: Vec, y: Vec) -> Vec:
         """x > y ? x : y in each lane: y where either is NaN."""
         return Vec(self, self.word("max", x.raw, y.raw))
+
+    def fraction(self, x: Vec) -> Vec:
+        """x - round(x), ties to even, for |x| < 2^22: exact, a zero of either sign."""
+        return Vec(self, self.word("fraction", x.raw))
+
+    def ldexp(self, x: Vec, y: Vec) -> Vec:
+        """x * 2^round(y), ties to even, for -126 <= round(y) <= 127."""
+        return Vec(self, self.word("ldexp", x.raw, y.raw))
 
     def where(self, mask: Mask, x: Vec, y: Vec) -> Vec:
         return Vec(self, self.word("where", mask.raw, x.raw, y.raw))

@@ -20,6 +20,7 @@ from tilewise.simd.builder import LANES, WORDS, Bool, Builder, Element, Int, Int
 
 F32Array = NDArray[np.float32]
 _IOTA = np.arange(LANES)
+EXPONENTS = 1000  # by a power of two beyond, every float32 is 0 or inf
 _atomic = threading.Lock()
 
 
@@ -77,6 +78,12 @@ class NumpyBuilder(Builder):
     def repeat(self, condition: Callable[[], Bool]) -> Iterator[None]:
         while condition().raw:
             yield
+
+
+def _ldexp(x: F32Array, y: F32Array) -> F32Array:
+    n = np.clip(np.nan_to_num(np.rint(y)), -EXPONENTS, EXPONENTS)
+    power: F32Array = np.ldexp(x, n.astype(np.int32))
+    return power
 
 
 def _memory(p: Ptr, count: int, kind: Any) -> Any:
@@ -181,6 +188,8 @@ _MEANING: dict[str, Callable[..., Any]] = {
     "div": np.divide,
     "fma": fma32,
     "max": lambda x, y: np.where(x > y, x, y),
+    "fraction": lambda x: x - np.rint(x),
+    "ldexp": _ldexp,
     "lt": np.less,
     "le": np.less_equal,
     "eq": np.equal,

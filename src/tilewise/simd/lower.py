@@ -32,6 +32,9 @@ _TYPE = {Int: "i64", Vec: VF, IVec: VN, Mask: VM, Bool: "i1"}
 # how an element lies in memory: half types as bits, which every target can load and mask
 _ELEMENT = {"f32": "float", "f16": "i16", "bf16": "i16", "i64": "i64", "i32": "i32", "u8": "i8"}
 _MASKED = {"f32": "v16f32.p0", "f16": "v16i16.p0", "bf16": "v16i16.p0", "u8": "v16i8.p0"}
+_ROUND = 1.5 * 2.0**23  # x + _ROUND has a last place of 1, so its low bits hold round(x)
+_EXPONENT_BITS, _EXPONENT_BIAS = 23, 127
+_EVERY_LANE, _TIES_TO_EVEN, _MODE_AS_IT_IS = -1, 8, 4  # operands of instructions of AVX-512
 _BF16_SHIFT, _BF16_HALF, _BF16_NAN = 16, 0x7FFF, 0x7FC0  # bits below; half a last place, less one; a NaN
 YIELD = "tilewise_yield"  # the function behind `pause`, which whoever loads a kernel provides
 
@@ -47,9 +50,10 @@ _IOTA = _lanes(range(LANES))
 class LlvmBuilder(Builder):
     """Writes the body of one kernel as an LLVM function. A raw value is its name in the text, or a constant's text."""
 
-    def __init__(self, checked: bool) -> None:
+    def __init__(self, checked: bool, target: Target) -> None:
         self.ir = FunctionText()
         self.checked = checked
+        self.avx512 = "avx512dq" in target.features  # which has instructions for exponents
 
     # ---- what Builder asks for
     def word(self, word: str, *operands: Any, **static: Any) -> Any:
@@ -143,6 +147,30 @@ class LlvmBuilder(Builder):
 
 def _max(b: LlvmBuilder, x: Any, y: Any) -> Any:
     return b.ir.select(b.ir.binary("fcmp ogt", VF, x, y), VF, x, y)
+
+
+def _avx512(b: LlvmBuilder, name: str, *operands: tuple[str, Any]) -> Any:
+    last = (VF, "zeroinitializer"), (f"i{LANES}", _EVERY_LANE), ("i32", _MODE_AS_IT_IS)
+    return b.ir.call(f"llvm.x86.avx512.mask.{name}.ps.512", VF, *operands, *last)
+
+
+def _rounded(b: LlvmBuilder, x: Any) -> Any:
+    return b.ir.binary("fadd", VF, x, b.constant("v", _ROUND))
+
+
+def _fraction(b: LlvmBuilder, x: Any) -> Any:
+    if b.avx512:
+        return _avx512(b, "reduce", (VF, x), ("i32", _TIES_TO_EVEN))
+    return b.ir.binary("fsub", VF, x, b.ir.binary("fsub", VF, _rounded(b, x), b.constant("v", _ROUND)))
+
+
+def _ldexp(b: LlvmBuilder, x: Any, y: Any) -> Any:
+    if b.avx512:
+        return _avx512(b, "scalef", (VF, x), (VF, b.ir.binary("fsub", VF, y, _fraction(b, y))))
+    bits = b.ir.cast("bitcast", _rounded(b, y), VF, VN)
+    biased = b.ir.binary("add", VN, bits, b.constant("n", _EXPONENT_BIAS))
+    power = b.ir.binary("shl", VN, biased, b.constant("n", _EXPONENT_BITS))
+    return b.ir.binary("fmul", VF, x, b.ir.cast("bitcast", power, VN, VF))
 
 
 def _between(b: LlvmBuilder, lo: Any, hi: Any) -> Any:
@@ -275,6 +303,8 @@ _LOWERING: dict[str, Callable[..., Any]] = {
     **{name: _binary("f" + name, VF) for name in ("add", "sub", "mul", "div")},
     "fma": lambda b, x, y, z: b.ir.call("llvm.fma.v16f32", VF, (VF, x), (VF, y), (VF, z)),
     "max": _max,
+    "fraction": _fraction,
+    "ldexp": _ldexp,
     "lt": _binary("fcmp olt", VF),
     "le": _binary("fcmp ole", VF),
     "eq": _binary("fcmp oeq", VF),
@@ -326,7 +356,7 @@ assert _LOWERING.keys() == WORDS.keys()
 
 def llvm_ir(kernel: Kernel, target: Target, checked: bool = False) -> str:
     """The kernel as LLVM IR text: `i64 name(i64 table, i64 worker)`, 0 or the address of a failed check."""
-    b = LlvmBuilder(checked)
+    b = LlvmBuilder(checked, target)
     kernel.body(b, Int(b, "%table"), Int(b, "%worker"))
     b.ir.do("ret i64 0")
     return in_default_float_environment(kernel.name, b.ir, target)

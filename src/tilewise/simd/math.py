@@ -66,14 +66,11 @@ def exp2(b: Builder, x: Vec) -> Vec:
 def exp2_each(b: Builder, xs: list[Vec]) -> list[Vec]:
     """exp2 of several vectors of x < 127.5, a step of all before the next one: their chains fill each other's latency.
 
-    2^x = 2^n 2^f with n = round(x). The power 2^n is made from bits and multiplied in, never added to an exponent:
-    a NaN stays one whatever its payload.
+    2^x = 2^n 2^f with n = round(x). 2^f is multiplied by the power, never added to its exponent: a NaN stays one
+    whatever its payload.
     """
-    rounded = [x + b.vec(ROUND) for x in xs]
-    fractions = [x - (n - b.vec(ROUND)) for x, n in zip(xs, rounded, strict=True)]
-    y = polynomial_each(b, (1.0, *EXP2), fractions)
-    powers = [b.floats(b.bits(n) << EXPONENT_BITS) for n in rounded]
-    return [b.where(x < b.vec(EXP2_SMALLEST), b.vec(0.0), z * power) for x, z, power in zip(xs, y, powers, strict=True)]
+    y = polynomial_each(b, (1.0, *EXP2), [b.fraction(x) for x in xs])
+    return [b.where(x < b.vec(EXP2_SMALLEST), b.vec(0.0), b.ldexp(z, x)) for x, z in zip(xs, y, strict=True)]
 
 
 def log2(b: Builder, x: Vec) -> Vec:
