@@ -72,6 +72,7 @@ def pages(w: Batch, x: Array) -> Array:
 def first_call(w: Startup, q: Array, k: Array, v: Array) -> Ready:
     knobs = {"TILEWISE_THREADS": current().threads, "TILEWISE_TARGET": current().target}
     environment = os.environ | {name: str(x) for name, x in knobs.items() if x}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # a package that was installed has its bytecode
     command = [sys.executable, "-c", FIRST_CALL, json.dumps([w.shapes, w.arguments])]
     data = b"".join(x.tobytes() for x in (q, k, v))
 
