@@ -49,7 +49,7 @@ class OnlineSoftmax:
     def no_scores(self) -> None:
         """Before the scores of a panel: no maxima, where `put` is to find them."""
         if not self.shape.variant.changes:
-            for r in self.b.loop(0, self.shape.panel):
+            for r in range(self.shape.panel):
                 self.b.store(self.scratch.lanes + r * LANES, self.b.vec(NEG_INF))
 
     def put(self, r: Int, group: Int, scores: list[Vec]) -> None:
