@@ -29,7 +29,7 @@ from tilewise.simd.jit import native
 from tilewise.simd.target import current_target
 
 ROWS, KEYS, TILE = 512, 4096, 64  # of the whole; keys of a tile
-STEPS = 300  # of a part: about a millisecond, shorter than most phases of a shared machine
+STEPS = 300  # of a part: some tenths of a millisecond, shorter than most phases of a shared machine
 ALONE, SHARED = 1.15, 1.4  # crowding up to which, and from which, a round counts
 TABLE = ("scratch", "steps", "groups")
 
@@ -42,7 +42,8 @@ def part_kernel(shape: Shape, part: str) -> Kernel:
         scratch = Fields(b, shape.scratch_fields(), call["scratch"], rows)
         state = Fields(b, shape.state_fields(), call["scratch"] + size_of(shape.scratch_fields(), LANES), rows)
         softmax = OnlineSoftmax(b, shape, scratch, b.vec(1.0), together=4)
-        none, row, groups = call["groups"] * 0, b.integer(0), call["groups"]
+        groups, row = call["groups"], b.integer(0)
+        none = groups * 0  # not a constant: the kernel's bounds are none
         b.store_int(scratch.panel_lo_max, 0)
         b.store_int(scratch.panel_hi_min, groups * LANES)
         for _ in b.loop(0, call["steps"]):
