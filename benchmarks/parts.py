@@ -56,7 +56,7 @@ def part_kernel(shape: Shape, part: str) -> Kernel:
             else:
                 weighted_sum(
                     b, LANES, shape.mr, shape.nr, state.a, shape.width, scratch.alpha, scratch.S, shape.columns,
-                    scratch.values, none, groups * LANES,
+                    scratch.values, shape.value_step, none, groups * LANES,
                 )  # fmt: skip
 
     return Kernel(f"part_{part}_d{shape.D}", body)

@@ -18,7 +18,7 @@ from tilewise.simd.target import Target
 
 PANELS = (1, 2, 4, 8, LANES)
 ROWS = 512  # query rows a tile: packing K and V costs 1 / ROWS of the products
-ROW_FLOATS = 1 << 18  # of q, a and a_total of a work item together: they stay in the second-level cache
+ROW_FLOATS = 3 << 16  # of q, a and a_total of a work item together: they stay in the second-level cache
 FEW_ROWS = 8  # query rows of a KV head that are better served by the streaming kernel
 SMALLEST_JOB = 2_000_000  # flops that repay the wake-up of another worker
 SPLIT_BELOW = 4  # query tiles a thread: with fewer, tiles get smaller, and spans become work items of their own

@@ -74,8 +74,8 @@ def test_head_dimension(D: int) -> None:
     check(B=2, H=2, Hkv=1, Tq=8, Tk=40, D=D, Dv=16, causal=True, q_offset=30)
 
 
-# a register tile holds up to 4 vectors of 16 columns of values
-@pytest.mark.parametrize("Dv", [1, 2, 15, 17, 32, 33, 47, 49, 63, 64, 65, 97, 129, 1023, 1024])
+# a register tile holds up to 4 vectors of 16 columns of values; rows of 256 columns are packed 272 apart
+@pytest.mark.parametrize("Dv", [1, 2, 15, 17, 32, 33, 47, 49, 63, 64, 65, 97, 129, 256, 512, 1023, 1024])
 def test_value_dimension(Dv: int) -> None:
     check(B=2, H=2, Hkv=1, Tq=8, Tk=40, D=16, Dv=Dv, causal=True, q_offset=30)
 

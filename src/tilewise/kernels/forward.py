@@ -237,7 +237,7 @@ class Item:
                     for column in b.loop(0, shape.width, LANES):
 
                         def value(j: Int, column: Int = column) -> Vec:
-                            return b.load(scratch.values + j * shape.width + column)
+                            return b.load(scratch.values + j * shape.value_step + column)
 
                         self.weighted_sum_by_row(state, row, all_rows, t0, panel_lo, panel_hi, column, value)
 
@@ -277,7 +277,7 @@ class Item:
         shape, scratch = self.shape, self.scratch
         weighted_sum(
             self.b, shape.panel, shape.mr, shape.nr, state.a + row * shape.width, shape.width, scratch.alpha + row,
-            scratch.S, shape.columns, scratch.values, lo, hi,
+            scratch.S, shape.columns, scratch.values, shape.value_step, lo, hi,
         )  # fmt: skip
 
     def weighted_sum_by_row(

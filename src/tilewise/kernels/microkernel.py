@@ -63,7 +63,7 @@ def scores(
     query_row, first = -(-D // LANES) * LANES, lo
     for width in (nr >> n for n in range(nr.bit_length())):  # what is left over in narrower blocks
         end = first + (hi - first) // width * width
-        for r, height in row_blocks(b, rows, tallest(mr, nr, width)):
+        for r, height in blocks(b, rows, tallest(mr, nr, width)):
             for group in b.loop(first, end, width):
                 acc = accumulators(b, height, width)
                 tile = keys + group * (LANES * D)
@@ -74,17 +74,16 @@ def scores(
 
 
 def weighted_sum(
-    b: Builder, rows: int, mr: int, nr: int, a: Ptr, width: int, alpha: Ptr, P: Ptr, columns: int, values: Ptr,
-    lo: Int, hi: Int,
+    b: Builder, rows: int, mr: int, nr: int, a: Ptr, width: int, alpha: Ptr, P: Ptr, columns: int,
+    values: Ptr, value_step: int, lo: Int, hi: Int,
 ) -> None:  # fmt: skip
     """a[r] = alpha[r] * a[r] + P[r, lo:hi] @ V[lo:hi] for every row of a panel."""
-    c = 0
-    for n in widths(width // LANES, nr):
-        for r, height in row_blocks(b, rows, tallest(mr, nr, n)):
-            acc = load_outputs(b, height, n, a + r * width + c, width, alpha + r)
-            outer_products(b, acc, P + r * columns, columns, values + c, width, LANES, lo, hi)
+    for vector, count in blocks(b, width // LANES, nr):
+        c = vector * LANES
+        for r, height in blocks(b, rows, tallest(mr, nr, count)):
+            acc = load_outputs(b, height, count, a + r * width + c, width, alpha + r)
+            outer_products(b, acc, P + r * columns, columns, values + c, value_step, LANES, lo, hi)
             store_outputs(b, acc, a + r * width + c, width)
-        c += n * LANES
 
 
 def tallest(mr: int, nr: int, width: int) -> int:
@@ -104,11 +103,11 @@ def store_outputs(b: Builder, acc: Accumulators, a: Ptr, width: int) -> None:
             b.store(a + (r * width + y * LANES), cell.value)
 
 
-def row_blocks(b: Builder, rows: int, tallest: int) -> Iterator[tuple[Int, int]]:
-    """The rows of a panel in blocks of at most `tallest`: (first row, rows); a run-time loop over equal ones."""
+def blocks(b: Builder, count: int, most: int) -> Iterator[tuple[Int, int]]:
+    """`count` rows, or vectors, in blocks of at most `most`: (first, how many); a run-time loop over equal blocks."""
     first = 0
-    for height, blocks in itertools.groupby(widths(rows, tallest)):
-        end = first + height * len(list(blocks))
-        for r in b.loop(first, end, height):
-            yield r, height
+    for size, equal in itertools.groupby(widths(count, most)):
+        end = first + size * len(list(equal))
+        for x in b.loop(first, end, size):
+            yield x, size
         first = end

@@ -185,12 +185,12 @@ def load_columns(b: Builder, row: Ptr, count: int) -> Vec:
 
 
 def pack_values(b: Builder, shape: Shape, source: Ptr, v_at: Ptr, packed: Ptr, lo: Int, hi: Int) -> Bool:
-    """Values [lo, hi) of a tile: packed[j][c] = V[j][c], tails filled with zeros. Whether all of them are finite."""
+    """Values [lo, hi) of a tile: packed[j][c] = V[j][c], zeros up to shape.width. Whether all are finite."""
     whole = shape.Dv // LANES * LANES
     zero = b.vec(0.0)
     poison = b.var(zero)  # 0 * v summed: NaN in a lane that met an infinity or a NaN
     for j in b.loop(lo, hi):
-        row, target = source + b.load_int(v_at + j), packed + j * shape.width
+        row, target = source + b.load_int(v_at + j), packed + j * shape.value_step
         for c in b.loop(0, whole, LANES):
             v = b.load(row + c)
             poison.value = b.fma(v, zero, poison.value)

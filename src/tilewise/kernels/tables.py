@@ -114,6 +114,11 @@ class Shape:
         return up_to(LANES, self.Dv)
 
     @property
+    def value_step(self) -> int:
+        """From a packed value to the next. Rows of 1 kB would lie in a quarter of the first-level cache's sets."""
+        return self.width + (LANES if self.width % 256 == 0 else 0)
+
+    @property
     def columns(self) -> int:
         """Bc in whole vectors."""
         return up_to(LANES, self.Bc)
@@ -131,7 +136,7 @@ class Shape:
         placed = 0 if self.variant.plain else 1
         return [
             ("keys", packed * self.D, 0, F32),  # [group of 16 keys][D][16]
-            ("values", 0 if self.streamed else packed * self.width, 0, F32),  # [key][Dv]
+            ("values", 0 if self.streamed else packed * self.value_step, 0, F32),  # [key][value_step]
             ("S", LANES * self.columns, 0, F32),  # scores, then weights, of one panel
             ("lanes", LANES * LANES, 0, F32),  # a vector a row, to be folded
             ("shift", LANES, 0, F32),  # M of each row of the panel, 0 where M is -inf

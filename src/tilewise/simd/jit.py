@@ -31,6 +31,7 @@ from tilewise.simd.target import Target, current_target, missing_features
 Entry = Callable[[int, int], int]
 _SIGNATURE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 _DIGEST_SIZE = 32
+_LEVEL = 3  # of code generation
 _PASSES = ("sroa", "simplify_cfg", "instruction_combine", "new_gvn", "simplify_cfg")
 _lock = threading.Lock()
 _entries: dict[tuple[str, str, bool], Entry] = {}
@@ -47,7 +48,7 @@ def _machine(target: Target) -> llvm.TargetMachine:
         llvm.initialize_all_targets()
         llvm.initialize_all_asmprinters()
     found = llvm.Target.from_triple(target.triple)
-    return found.create_target_machine(cpu=target.cpu, opt=3, reloc="pic", codemodel="small")
+    return found.create_target_machine(cpu=target.cpu, opt=_LEVEL, reloc="pic", codemodel="small")
 
 
 def _optimized(text: str, machine: llvm.TargetMachine) -> llvm.ModuleRef:
@@ -127,8 +128,8 @@ def _write_cached(path: Path, code: bytes) -> None:
 
 
 def cache_key(text: str, target: Target) -> str:
-    """What a compiled kernel depends on: IR text, target, passes, and the LLVM that compiles it."""
-    facts = (text, " ".join(_PASSES), target.name, target.triple, target.cpu, repr(llvm.llvm_version_info))
+    """What a compiled kernel depends on: IR text, target, passes, level, and the LLVM that compiles it."""
+    facts = (text, " ".join(_PASSES), str(_LEVEL), target.name, target.triple, target.cpu, repr(llvm.llvm_version_info))
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()
 
 
