@@ -85,15 +85,26 @@ def _scores_by_blocks(
 
 
 def _ask(b: Builder, shape: Shape, keys: Rows, values: Rows, first: Int, d: Int, count: int) -> None:
-    """Prefetch, at each whole step over D, some rows of the next group and a tile ahead, in their order."""
-    steps = shape.D // count
-    each = -(-LANES // max(1, steps)) if count == pack.step_of(keys.element) else 0
-    for x in range(each):
-        row = d // count * each + x
-        row = first + (row if each * steps == LANES else b.imin(row, LANES - 1))
-        keys.ask(row + LANES, 0, shape.D, FIRST_LEVEL)
-        keys.ask(row + shape.columns, 0, shape.D, SECOND_LEVEL)
-        values.ask(row + shape.columns, 0, _early(shape, values), SECOND_LEVEL)
+    """Prefetch, at each whole step over D, its share of 16 rows: of the next group's, and of those a tile ahead.
+
+    In the order of rows, and every step as much as another: memory is to have as much to do all the time.
+    """
+    if count != pack.step_of(keys.element) or count > shape.D:
+        return
+    steps, step = shape.D // count, d // count
+    parts = -(-steps // LANES)  # of a row, where steps are more than rows
+    units = LANES * parts
+    each = units // steps
+    exact = [step * each + x for x in range(each)]
+    for unit in exact if each * steps == units else b.loop(step * units // steps, (step + 1) * units // steps):
+        row, part = first + unit // parts, unit % parts
+        for rows, ahead, columns, level in (
+            (keys, LANES, shape.D, FIRST_LEVEL),
+            (keys, shape.columns, shape.D, SECOND_LEVEL),
+            (values, shape.columns, _early(shape, values), SECOND_LEVEL),
+        ):
+            size = up_to(LINE // rows.element.size, -(-columns // parts))
+            ask(b, rows.at(row + ahead) + part * size, 0, size, level)
 
 
 def _early(shape: Shape, values: Rows) -> int:
