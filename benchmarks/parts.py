@@ -23,7 +23,7 @@ import tilewise as tw
 from tilewise.kernels.microkernel import scores, weighted_sum
 from tilewise.kernels.softmax import OnlineSoftmax
 from tilewise.kernels.tables import Fields, Row, Shape, size_of
-from tilewise.runtime import roof
+from tilewise.runtime.roof import RoofProbe, written_floats
 from tilewise.simd.builder import LANES, Builder, Int, Kernel
 from tilewise.simd.jit import native
 from tilewise.simd.target import current_target
@@ -67,7 +67,7 @@ def parts(shape: Shape) -> dict[str, Callable[[], object]]:
     floats = (size_of(shape.scratch_fields(), LANES) + size_of(shape.state_fields(), LANES)) // 4
     found: dict[str, Callable[[], object]] = {}
     for part in ("scores", "softmax", "outputs"):
-        scratch = roof.written_floats(floats)
+        scratch = written_floats(floats)
         scratch.fill(0.001)  # no result of it grows, or becomes subnormal
         table = np.array([scratch.ctypes.data, STEPS, TILE // LANES], np.int64)
         entry = native(part_kernel(shape, part), current_target())
@@ -88,7 +88,7 @@ def seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def measure(D: int, probe: roof.RoofProbe, budget: float) -> dict[str, list[dict[str, float]]]:
+def measure(D: int, probe: RoofProbe, budget: float) -> dict[str, list[dict[str, float]]]:
     """By state of the core: the rounds, each with seconds of a part or of the whole as multiples of an operation's."""
     mr, nr = current_target().register_tile(LANES)
     runs = {**parts(Shape(D, D, TILE, LANES, mr, nr)), "whole": whole(D)}
@@ -114,11 +114,10 @@ def measure(D: int, probe: roof.RoofProbe, budget: float) -> dict[str, list[dict
 
 def main() -> None:
     budget = float(sys.argv[1]) if len(sys.argv) > 1 else 30.0
-    roof.FMA_STEPS = 250_000
     print("| D | core | rounds | scores | outputs | both | with their softmax: parts | whole |")
     print("|--:|---|--:|--:|--:|--:|--:|--:|")
     with tw.config(threads=1):
-        probe = roof.RoofProbe(current_target(), 1 << 20)
+        probe = RoofProbe(current_target(), 1 << 20, fma_steps=250_000)
         for D in (32, 64, 128):
             for state, rounds in measure(D, probe, budget).items():
                 if len(rounds) < 5:

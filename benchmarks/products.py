@@ -13,11 +13,11 @@ from __future__ import annotations
 import functools
 import statistics
 import sys
-import time
 from collections.abc import Callable
 
 import numpy as np
 import torch
+from parts import seconds
 
 import tilewise as tw
 from tilewise.bench.table import SPEED
@@ -27,12 +27,6 @@ from tilewise.simd.target import current_target
 
 QUICK = 0.97  # of multiply-add, that the loop of products reaches in a quick round
 STEADY = 0.03  # by how much the roof may change within a round that counts
-
-
-def seconds(run: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    run()
-    return time.perf_counter() - begin
 
 
 def contenders() -> dict[str, tuple[float, Callable[[], object]]]:

@@ -51,10 +51,12 @@ def written_floats(*shape: int) -> F32Array:
 class RoofProbe:
     """The kernels of the roof over buffers of their own: each method is one pass, on all threads at once."""
 
-    def __init__(self, target: Target, read_bytes: int = READ_BYTES, threads: int = 1) -> None:
+    def __init__(
+        self, target: Target, read_bytes: int = READ_BYTES, threads: int = 1, fma_steps: int = FMA_STEPS
+    ) -> None:
         mr, nr = target.register_tile(LANES)
         steps = max(1, read_bytes // (4 * _BLOCK * threads))
-        self.flops = 2 * LANES * mr * nr * FMA_STEPS * threads  # of a pass
+        self.flops = 2 * LANES * mr * nr * fma_steps * threads  # of a pass
         self.nbytes = 4 * _BLOCK * steps * threads  # that a pass reads
         self._threads = threads
         self._pool = pool_for(threads)
@@ -62,12 +64,12 @@ class RoofProbe:
         self._crowded = native(fma_kernel(mr, nr, target.registers_per_vector), target)
         self._product = native(product_kernel(mr, nr), target)
         self._products = [written_floats(product_floats(mr, nr)) for _ in range(threads)]
-        self._product_tables = [_table(x, FMA_STEPS // DEPTH) for x in self._products]
-        self.product_flops = 2 * LANES * mr * nr * (FMA_STEPS // DEPTH) * DEPTH * threads
+        self._product_tables = [_table(x, fma_steps // DEPTH) for x in self._products]
+        self.product_flops = 2 * LANES * mr * nr * (fma_steps // DEPTH) * DEPTH * threads
         self._read = {ahead: native(read_kernel(ahead), target) for ahead in READ_AHEAD}
         self._constants = [written_floats(2 * LANES) for _ in range(threads)]
         buffers = [written_floats(steps * _BLOCK) for _ in range(threads)]
-        self._fma_tables = [_table(x, FMA_STEPS) for x in self._constants]
+        self._fma_tables = [_table(x, fma_steps) for x in self._constants]
         self._read_tables = [_table(x, steps) for x in buffers]
         self._buffers = buffers
 
