@@ -144,10 +144,9 @@ def test_reads_read_every_byte(threads: int) -> None:
     assert sum(x.nbytes for x in probe._buffers) == probe.nbytes
 
 
-def test_fma_does_what_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roof, "FMA_STEPS", 100)
+def test_fma_does_what_it_counts() -> None:
     mr, nr = current_target().register_tile(LANES)
-    probe = RoofProbe(current_target(), 1000)
+    probe = RoofProbe(current_target(), 1000, fma_steps=100)
     assert probe.flops == 2 * 16 * mr * nr * 100
     for one in (probe.fma, probe.crowded, probe.fma):  # each starts from the same constants
         one()
@@ -156,10 +155,9 @@ def test_fma_does_what_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         assert probe._constants[0][:LANES] == pytest.approx(starts * shrunk + mr * nr * (1 - shrunk), rel=1e-4)
 
 
-def test_products_do_what_they_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roof, "FMA_STEPS", 6400)
+def test_products_do_what_they_count() -> None:
     mr, nr = current_target().register_tile(LANES)
-    probe = RoofProbe(current_target(), 1000)
+    probe = RoofProbe(current_target(), 1000, fma_steps=6400)
     assert probe.product_flops == 2 * 16 * mr * nr * 6400
     for _ in range(2):  # the second pass multiplies the same ones
         probe.product()

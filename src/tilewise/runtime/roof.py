@@ -52,9 +52,10 @@ class RoofProbe:
     """The kernels of the roof over buffers of their own: each method is one pass, on all threads at once."""
 
     def __init__(
-        self, target: Target, read_bytes: int = READ_BYTES, threads: int = 1, fma_steps: int = FMA_STEPS
+        self, target: Target, read_bytes: int = READ_BYTES, threads: int = 1, fma_steps: int = 0
     ) -> None:
         mr, nr = target.register_tile(LANES)
+        fma_steps = fma_steps or FMA_STEPS
         steps = max(1, read_bytes // (4 * _BLOCK * threads))
         self.flops = 2 * LANES * mr * nr * fma_steps * threads  # of a pass
         self.nbytes = 4 * _BLOCK * steps * threads  # that a pass reads
