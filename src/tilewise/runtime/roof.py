@@ -51,9 +51,7 @@ def written_floats(*shape: int) -> F32Array:
 class RoofProbe:
     """The kernels of the roof over buffers of their own: each method is one pass, on all threads at once."""
 
-    def __init__(
-        self, target: Target, read_bytes: int = READ_BYTES, threads: int = 1, fma_steps: int = 0
-    ) -> None:
+    def __init__(self, target: Target, read_bytes: int = READ_BYTES, threads: int = 1, fma_steps: int = 0) -> None:
         mr, nr = target.register_tile(LANES)
         fma_steps = fma_steps or FMA_STEPS
         steps = max(1, read_bytes // (4 * _BLOCK * threads))
