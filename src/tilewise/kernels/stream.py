@@ -95,8 +95,8 @@ def _ask(b: Builder, shape: Shape, keys: Rows, values: Rows, first: Int, d: Int,
     parts = -(-steps // LANES)  # of a row, where steps are more than rows
     units = LANES * parts
     each = units // steps
-    exact = [step * each + x for x in range(each)]
-    for unit in exact if each * steps == units else b.loop(step * units // steps, (step + 1) * units // steps):
+    even = [step * each + x for x in range(each)] if units % steps == 0 else None
+    for unit in even or b.loop(step * units // steps, (step + 1) * units // steps):
         row, part = first + unit // parts, unit % parts
         for rows, ahead, columns, level in (
             (keys, LANES, shape.D, FIRST_LEVEL),
